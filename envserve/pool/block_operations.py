@@ -64,7 +64,8 @@ _PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
 #: Maximum seconds from submitting an operation until its worker's heartbeat is checked.
 _WATCH_SECONDS: Final = 0.1
-#: Largest values of terminated, truncated and status that a worker writes.
+#: Largest values of terminated, truncated and status that a worker writes. Larger ones
+#: show that an env has overwritten the rows.
 _MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
 
 
@@ -89,17 +90,17 @@ class _BlockSlot:
 
     Attributes:
       block: The block.
-      worker: The worker that hosts it.
+      worker: The worker that hosts the block.
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
       last_kind: Kind of the last operation.
       task: Content of the operation, unless it is a step.
       sequence: Sequence number of the operation, which identifies its answer.
       started_at: Time at which the operation was submitted or, if the block was lost
         after that, at which it was lost.
-      has_final: Whether `final_observation` already contains the last observations.
-      failing_rows: For each row whose last step raised, the number of workers that were
-        replaced for this reason since the row's last valid step.
-      resetting: Rows whose next step only resets them, because they had a fault.
+      has_final: Whether `save_final_observation` was called for the current step.
+      failing_rows: Maps each row whose last step failed to the number of worker
+        processes that were replaced for this reason since the row's last valid step.
+      resetting: Rows whose next step only resets their envs, because they had a fault.
       overwritten_at: Number of steps of the block when its rows were last overwritten;
         -1 if they never were.
     """
@@ -117,7 +118,7 @@ class _BlockSlot:
     overwritten_at: int = -1
 
     def message(self, is_lost: bool, lost_payload: bytes) -> bytes:
-        """Return the encoded operation for the worker; a lost step becomes a RESET."""
+        """Encode the operation; a lost block's step is a RESET with `lost_payload`."""
         index, sequence = self.block.index, self.sequence
         if self.kind != _STEP:
             return pack_message(self.kind, index, sequence, self.task.payload)
@@ -126,11 +127,11 @@ class _BlockSlot:
         return pack_message(MessageKind.STEP, index, sequence)
 
     def save_final_observation(self, rows: Rows) -> None:
-        """Copy the last observations to `final_observation`, once per lost step.
+        """Copy the last observations of a lost step to `final_observation`, once.
 
-        No process executes an operation of the block at this time. If the lost process
-        had replaced an env, the env's row is PENDING: the process has already saved the
-        final observation, and `observation` may belong to the next episode.
+        No process executes the step at this time. The status PENDING marks rows whose
+        env the lost process had rebuilt: it has already written their final
+        observation, and their `observation` may belong to the next episode.
         """
         if self.kind == _STEP and not self.has_final:
             pending = np.flatnonzero(rows.status[self.block.row_slice] == _PENDING)
@@ -144,12 +145,12 @@ class BlockOperations:
 
     Attributes:
       num_in_flight: Number of blocks in flight.
-      losses: Why blocks are lost, by index of the block.
+      losses: Maps the index of each lost block to the status and text of the loss.
       has_new_absent: Whether a block has become absent since the flag was last cleared.
       outcomes: Outcomes of finished operations that have not been collected yet.
       metrics: Counters of these operations.
-      likely_last: The worker that answered last in the previous round, and probably
-        will again; None if waiting for this worker alone is not safe.
+      likely_last: The worker whose answer arrived last, and will probably be the last
+        one again; None if waiting for only this worker is not safe.
       state: "ready", or the reason why nothing can be submitted.
     """
 
@@ -182,20 +183,20 @@ class BlockOperations:
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight that are lost."""
+        """Indices of the lost blocks that have an operation in flight."""
         return {index for index in self.losses if self._slots[index].kind}
 
     def rows_where(
         self, predicate: Callable[[SupervisedWorker, int], object]
     ) -> list[int]:
-        """Return the rows whose worker and kind of operation satisfy a predicate."""
+        """Return the rows of all blocks for which `predicate(worker, kind)` is true."""
         slots = (p for p in self._slots if predicate(p.worker, p.kind))
         return [row for slot in slots for row in slot.block.rows]
 
     # Submitting.
 
     def check_idle(self, indices: Sequence[int]) -> None:
-        """Raise LocalProtocolError if any of these blocks cannot be submitted."""
+        """Raise LocalProtocolError unless each block can start a new operation."""
         slots = self._slots
         for index in indices:
             if self.state != "ready" or not 0 <= index < len(slots):
@@ -219,13 +220,13 @@ class BlockOperations:
         Args:
           kind: STEP, RESET or CALL.
           indices: Indices of the blocks.
-          tasks: One task per block; none for steps.
+          tasks: One task per block; empty for steps.
           now: Monotonic seconds.
         """
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
         if tasks:
-            # Parts of a long message may still be queued, so watch all channels.
+            # Parts of a long message may still be queued, so wait for all channels.
             self.likely_last = None
         sequence = self._sequence
         outbox: dict[SupervisedWorker, list[bytes]] = {}
@@ -251,7 +252,7 @@ class BlockOperations:
             worker.send(b"".join(messages), len(messages), now)
 
     def record_resets(self, resets: Sequence[Reset]) -> None:
-        """Record that episodes begin, and the options of resets for repro files."""
+        """Record that episodes begin, and keep the reset options for repro files."""
         for reset in resets:
             block = self._slots[reset.block].block
             rows = reset.env_indices or block.rows
@@ -273,7 +274,7 @@ class BlockOperations:
             index = event.block
             slot = self._slots[index] if index < len(self._slots) else None
             if worker.state is not WorkerState.SERVING:
-                return  # the worker was killed because of an earlier message
+                return  # ignore answers of a worker that was killed meanwhile
             if slot is None or not slot.kind or slot.sequence != event.sequence:
                 worker.kill(
                     f"answered an operation that was not submitted (block {index})",
@@ -298,7 +299,7 @@ class BlockOperations:
         elif isinstance(event, Ready):
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
-            self._workers.watch_at = now  # to start the successor
+            self._workers.watch_at = now  # the next watch starts the successor
             if self.state != "starting":
                 self.metrics.faults[event.status] += 1
             if self.state != "starting" or worker.error is None:
@@ -372,8 +373,8 @@ class BlockOperations:
                 warnings=self._fault_log.warn_once(outcome.warnings)
             )
         if faults and not is_step:
-            # Every env was reset in any case; envs that failed were reset without seed
-            # and options.
+            # The operation ends with an error, although all envs were reset: an env
+            # that failed was rebuilt, and reset without seed and options.
             failure = self._fault_log.reset_error(faults[0])
             if has_arguments:
                 self._fault_log.log_reset_error(failure, len(faults), now)
@@ -383,9 +384,9 @@ class BlockOperations:
     def _replace_if_failing(
         self, slot: _BlockSlot, faults: Sequence[Fault], now: float
     ) -> None:
-        """Replace the worker if an env raised twice in a row, or ran out of memory.
+        """Replace the process if an env failed twice in a row or ran out of memory.
 
-        The worker fails permanently once `max_restarts` replacements have not helped.
+        If `max_restarts` replacements have not helped, the worker fails permanently.
         """
         worker, config, reason = slot.worker, self._workers.config, ""
         previous = slot.failing_rows
@@ -429,12 +430,12 @@ class BlockOperations:
             block = slot.block
             for row in block.rows:
                 self._workers.incarnations[row] += 1
-            if block.index not in self.losses:  # the block was not lost before
+            if block.index not in self.losses:
                 self.losses[block.index] = loss
                 self.has_new_absent |= slot.kind != _IDLE
                 slot.started_at = now
-            # Rows of finished steps are not changed, because the caller may not have
-            # read them yet.
+            # This changes only rows of steps in flight. The caller may not have read
+            # the rows of finished steps yet.
             slot.save_final_observation(self._rows)
             if slot.kind and worker.error is not None:
                 self._finish(slot, Outcome(block.index, error=worker.error))
@@ -447,8 +448,8 @@ class BlockOperations:
 
         Impossible flags or statuses show that rows were overwritten. If they occur in
         the padding or in rows of several workers, all rows may be wrong, so all workers
-        are replaced. Operations of replaced workers are executed again, unless their
-        outcomes were already collected.
+        are replaced. Steps and resets of replaced workers are executed again, unless
+        their outcomes were already collected.
 
         Args:
           flags: See `Slab.flags`.
@@ -467,7 +468,8 @@ class BlockOperations:
                 num_faults = np.count_nonzero(flags[2, part])
                 invalid[part] |= num_faults != len(outcome.faults)
             is_serving = worker.state is WorkerState.SERVING
-            # Rows of other blocks will be written before anyone reads them.
+            # Ignore a lost block without an outcome: the successor writes its rows
+            # before the caller reads them.
             is_used = outcome or (index not in self.losses and is_serving)
             if is_used and invalid[part].any():
                 workers.add(worker)
@@ -487,25 +489,26 @@ class BlockOperations:
         self.outcomes = [*finished.values()]
 
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
-        """Mark a block's rows as lost; if its operation has finished, run it again.
+        """Mark a block's rows as lost; run a finished step or reset again.
 
         Args:
           slot: The slot of the block.
-          finished: Outcomes that are not collected yet, by block. The outcome of an
-            operation that runs again is removed.
+          finished: Outcomes that are not collected yet, by block. If the block's
+            operation is run again, its outcome is removed.
         """
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
         rows, part = self._rows, slot.block.row_slice
         write_lost(rows, part, Status.WORKER_DIED)
         for array in (*rows.observation, *rows.final_observation):
-            array[part] = 0  # the values may be outside their space
+            array[part] = 0  # the values may be outside the observation space
         is_call = slot.last_kind == MessageKind.CALL
         if index in finished and worker.error is None and not is_call:
             num_faults = len(finished.pop(index).faults)
             slot.kind = slot.last_kind
             self.num_in_flight += 1
             steps[index] -= slot.kind == _STEP and num_faults < len(slot.block.rows)
-        # An env that overwrites rows at every step must not be restarted forever.
+        # If no step has succeeded since the rows were last overwritten, count this as
+        # a failed start: otherwise, the worker would be restarted forever.
         worker.has_stepped &= steps[index] != slot.overwritten_at
         slot.overwritten_at = steps[index]
 
@@ -523,9 +526,9 @@ class BlockOperations:
                 copy_final_to_observation(self._rows, slot.block.row_slice)
             slot.kind = _IDLE
             slot.worker = self._workers.all[slot.worker.index]
-        # The caller will not collect these outcomes. Rows with a fault contain the
-        # first observation of a new episode, so restore the last one of the previous
-        # episode.
+        # The caller will not collect these outcomes. In rows with a fault, the current
+        # observation already belongs to the next episode, so restore the last one of
+        # the previous episode.
         for outcome in self.outcomes:
             rows = [fault.env_index for fault in outcome.faults]
             copy_final_to_observation(self._rows, rows)
@@ -533,7 +536,7 @@ class BlockOperations:
         self.outcomes, self.has_new_absent = [], False
 
     def log_suppressed_faults(self, now: float) -> None:
-        """Log how many similar faults were suppressed since the last log line."""
+        """Log how many faults were not logged since the last log line."""
         self._fault_log.log_suppressed(now)
 
     def release(self, now: float) -> None:
@@ -543,7 +546,7 @@ class BlockOperations:
         self.metrics.slab = None
 
     def flight_record(self, row: int) -> bytes:
-        """Return the repro file of a row; empty if the row does not exist."""
+        """Return a row's repro file; empty if there is no such row or no reset yet."""
         return self._fault_log.flight_record(row)
 
     def _slots_of(self, worker: SupervisedWorker) -> list[_BlockSlot]:

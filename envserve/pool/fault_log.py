@@ -46,15 +46,15 @@ _LOGGER: Final = logging.getLogger("envserve.pool")
 #: Maximum lengths of a cause and of an action in a log line.
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
-#: Number of env classes after which no further warnings are logged.
+#: If warnings about more classes than this have been logged, no more are logged.
 _MAX_WARNED_CLASSES: Final = 16
 #: Maximum number of different faults to log in full within `_RECENT_SECONDS`. Further
 #: faults are treated like repeated ones.
 _MAX_RECENT_FAULTS: Final = 8
 _RECENT_SECONDS: Final = 60.0
-#: Time after a log line until the number of faults counted since then is logged.
+#: Once the last log line is this old, the number of faults since then is logged.
 _QUIET_SECONDS: Final = 2 * LOG_INTERVAL
-#: Maximum number of attempts to read a consistent record while the worker is stepping.
+#: Maximum number of attempts to read a record while its worker does not change it.
 _MAX_READS: Final = 8
 
 
@@ -80,7 +80,8 @@ class FaultLog:
         if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
             self._files = CrashFolder(folder, owner)
-        self._recent: dict[object, float] = {}  # time of the last equal fault, by kind
+        # Maps the texts of recent faults, without numbers, to their times.
+        self._recent: dict[object, float] = {}
         self._throttle = LogThrottle()
         self._heartbeats: np.ndarray[Any, Any] | None = None  # set by `attach`
         self._warned: set[str] = set()
@@ -119,7 +120,7 @@ class FaultLog:
             parts = [*self._describe_history(row, history), *self._replay_command(path)]
         pid = None
         if worker.process is not None:
-            worker.process.poll_exit()  # also updates `pid`
+            worker.process.poll_exit()  # reads the reports that set `pid`
             pid = worker.process.pid
         name = f"Env {self._index_of(row)}"
         if self._config.vectorized:
@@ -178,7 +179,7 @@ class FaultLog:
             last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = lost.text.partition("\n")
-        if detail:  # a traceback, whose last line names the error
+        if detail:  # `detail` is a traceback, whose last line names the error
             cause += f" {detail.splitlines()[-1]}"
         cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
@@ -189,7 +190,7 @@ class FaultLog:
         )
 
     def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
-        """Log warnings about envs, once per env class; return the logged warnings."""
+        """Log warnings, once per class of env or space; return the logged warnings."""
         new = {warning.partition(" ")[0]: warning for warning in warnings}
         if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED_CLASSES:
             return ()
@@ -199,7 +200,7 @@ class FaultLog:
         return [*new.values()]
 
     def clear_records(self, worker: SupervisedWorker) -> None:
-        """Clear a lost worker's heartbeat and records, before its successor starts."""
+        """Clear a lost worker's heartbeat and action records, before its next start."""
         assert self._heartbeats is not None, "the pool is ready"
         self._heartbeats[worker.index, :2] = 0
         for block in worker.blocks:
@@ -209,7 +210,7 @@ class FaultLog:
     def _locate_fault(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
-        """Return a description of the running env, and the path of its repro file."""
+        """Return phrases that describe the running env, and its repro file's path."""
         if self._heartbeats is None:  # no env is ready yet
             return [], None
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
@@ -234,8 +235,9 @@ class FaultLog:
     def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
         """Return whether a fault is new, and the suffix of its log line.
 
-        Return None if the fault is only counted. Faults are compared by `text`, which
-        contains their cause and details.
+        The suffix states how many faults were not logged since the last line. Return
+        None if this fault must not be logged either. Faults are equal if their `text`
+        (cause and details) differs only in numbers.
         """
         kind = words_without_numbers(text)
         self._recent = recent = {
@@ -254,7 +256,8 @@ class FaultLog:
         is_new, more = admitted
         details = f"\n{printable(detail)}".rstrip() if is_new else ""
         line = "; ".join([head, *parts])
-        extra = {"is_multiline": True}  # only `details` contains newlines
+        # Only `details` contains newlines, so the log formatter need not escape them.
+        extra = {"is_multiline": True}
         _LOGGER.warning("%s%s%s%s", self._label, line, more, details, extra=extra)
 
     def reset_error(self, fault: Fault) -> EnvError:
@@ -365,7 +368,7 @@ def _shorten(text: str, length: int) -> str:
 
 def _format_action(spec: EnvSpec, history: ActionHistory) -> str:
     last: list[Any] = [array[-1:] for array in history.actions]
-    with contextlib.suppress(CodecError):  # on an error, show the undecoded bytes
+    with contextlib.suppress(CodecError):  # on an error, show the encoded bytes
         last = flatten(spec.action_space, decode_actions(spec, last)[0])
     with np.printoptions(precision=4, threshold=8, edgeitems=3):
         values = list(map(str, last))

@@ -21,7 +21,7 @@ from envserve.wire.status import LeaseStatus
 
 #: Nanoseconds for which workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
-#: Maximum number of absent rows in a status.
+#: Maximum number of absent rows that a status lists.
 _MAX_ABSENT: Final = 1024
 
 

@@ -42,7 +42,7 @@ _START: Final = (
     "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
-#: Number of reserved descriptors that are freed at a time.
+#: Number of reserved descriptors that are freed while a `DescriptorReserve` is active.
 _RESERVED_AT_ONCE: Final = 8
 #: Maximum time without a report while a fork is pending, including the time for
 #: imports. After this time, the template is killed.
@@ -76,7 +76,7 @@ class DescriptorReserve:
     def _resize(self, count: int) -> None:
         while len(self._fds) > count:
             os.close(self._fds.pop())
-        with contextlib.suppress(OSError):  # the process is at its limit
+        with contextlib.suppress(OSError):  # no descriptors are left
             while len(self._fds) < count:
                 self._fds.append(os.open(os.devnull, os.O_RDONLY))
 
@@ -133,11 +133,11 @@ class WorkerProcess:
         is_at_end = self.channel.is_at_eof
         if self.poll_exit() is not None or is_at_end:
             self._ended_since = min(self._ended_since, now)
-        # A child of the process may keep its socket open.
+        # End of file may never come: a child of the process may keep the socket open.
         return self.exit is not None and (is_at_end or self.is_overdue(now))
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the exit status or end of file is overdue after an exit."""
+        """Return whether the exit status or end of file came at least 0.2 s ago."""
         return now - self._ended_since >= _EXIT_STATUS_GRACE_SECONDS
 
     def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
@@ -168,10 +168,10 @@ class Launcher:
 
     Attributes:
       reserve: Spare descriptors, for files that pools open.
-      import_note: Text that names the threads of imported modules, without which
-        workers may hang or fail, and the remedy; "" if there are no such threads.
-      ends_in_import: Whether a template has ended during an import, and no template has
-        ever imported all modules; a new template would end, too.
+      import_note: Warning that imported modules have started threads, which forked
+        workers do not have, with the remedy; "" if there are no such threads.
+      ends_in_import: Whether an import ended the template, and no template has ever
+        imported all modules. In this case, a new template would probably end, too.
     """
 
     def __init__(
@@ -224,8 +224,9 @@ class Launcher:
         self._has_imported = False
         self._importing = ""  # the module or env whose import is in progress
         with template_end:
-            # Send this before the template starts: a template that ends immediately
-            # cannot make it fail, and if it fails, no process is left behind.
+            # Send the modules before the template starts. Then, a template that ends
+            # immediately cannot cause an error in `_send`, and an error in `_send`
+            # leaves no process behind.
             self._send(
                 {
                     "import": self._import_modules,
@@ -241,7 +242,7 @@ class Launcher:
                     pass_fds=[template_end.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL if sys.stderr is None else None,
-                    process_group=0,  # only the owner handles Ctrl-C
+                    process_group=0,  # Ctrl-C must reach only the owner
                     **self._popen_options,
                 )
             except OSError as error:
@@ -295,7 +296,8 @@ class Launcher:
     def wait_names(self, timeout_seconds: float) -> tuple[str, ...] | None:
         """Wait for the imports; return the names of the envs on offer, sorted.
 
-        These are the names to preload; if there are none, all registered envs.
+        The envs on offer are those in `preload` or, if it is empty, all registered
+        envs.
 
         Returns:
           The names, or None if the imports still run after the timeout.
@@ -343,7 +345,7 @@ class Launcher:
         if self._template_error:
             return
         if self._is_updating:
-            self._importing = ""  # the imported module did not cause the error
+            self._importing = ""  # do not blame the module that is being imported
             self._stop_template("was interrupted, and ")
             return
         self._is_updating = True
@@ -373,7 +375,7 @@ class Launcher:
             silent_seconds = self._clock() - self._last_report_at
             if has_requests and silent_seconds > _FORK_TIMEOUT_SECONDS:
                 modules = ", ".join([*self._import_modules, *(self._preload or ())])
-                self._importing = ""  # a new template may import the module faster
+                self._importing = ""  # the import may succeed in a new template
                 self._stop_template(
                     f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
                     f"is an import stuck ({modules or 'gymnasium'})? It "
@@ -392,7 +394,7 @@ class Launcher:
 
     def close(self) -> None:
         """Stop the template process; this also kills all running workers."""
-        if os.getpid() != self._owner_pid:  # a forked child of the owner
+        if os.getpid() != self._owner_pid:  # called in a forked child
             return
         self._is_closed = True
         self.reserve.close()
@@ -402,7 +404,7 @@ class Launcher:
     def _send(
         self, message: dict[str, Any], passed_socket: socket.socket | None = None
     ) -> None:
-        """Send a request, and a socket if given, unless the request is still queued."""
+        """Send a request with a socket, if given; do not queue a kill twice."""
         self._is_updating = True
         data = pack_message(MessageKind.FORK, payload=codec.encode(message))
         if (data, None) not in self._channel.unsent:
@@ -431,7 +433,8 @@ class Launcher:
             else:
                 self._running[message["pid"]] = process
                 process.pid = message["pid"]
-            # Delete the entry last, so that an interrupted call keeps the process.
+            # Delete the entry last: if an interrupt prevents it, `_stop_template` will
+            # set the exit of the process.
             del self._pending[message["fork"]]
 
     def _stop_template(self, reason: str, *, is_exiting: bool = False) -> None:
@@ -452,7 +455,7 @@ class Launcher:
         for _ in range(2):
             try:
                 exit_code = self._process.wait(timeout=1.0)
-            except subprocess.TimeoutExpired:  # the template may be importing a module
+            except subprocess.TimeoutExpired:  # an import may take longer
                 self._process.kill()
             else:
                 process_exit = Exit(self._process.pid, exit_code)

@@ -133,7 +133,7 @@ class Pool:
 
     @property
     def is_ready(self) -> bool:
-        """Whether all envs are built, so that blocks can be submitted."""
+        """Whether all envs are built, so that operations can be submitted."""
         return self._operations.state == "ready"
 
     @property
@@ -143,7 +143,7 @@ class Pool:
 
     @property
     def absent(self) -> Collection[int]:
-        """Blocks in flight whose envs are currently unavailable."""
+        """Indices of the blocks in flight whose envs are currently unavailable."""
         operations = self._operations
         return operations.absent if operations.losses else ()
 
@@ -167,7 +167,7 @@ class Pool:
         return None if watch_at == math.inf else watch_at
 
     def stats(self) -> Mapping[str, int]:
-        """Return the number of restarted workers."""
+        """Return the lane's counters: only "restarts", the number of restarts."""
         return {"restarts": self.metrics.restarts}
 
     def finish_start(self, deadline: float) -> None:
@@ -235,7 +235,7 @@ class Pool:
         was_starting = operations.state == "starting"
         while len(operations.outcomes) < min_finished and not operations.has_new_absent:
             if not (was_starting or operations.num_in_flight):
-                deadline = now  # no further outcome is possible, so do not wait
+                deadline = now  # nothing is in flight, so do not wait for outcomes
             num_missing = min_finished - len(operations.outcomes)
             needs_all = 1 < num_missing >= operations.num_in_flight
             now = self._advance(deadline - now, now, needs_all)
@@ -322,7 +322,7 @@ class Pool:
             second call can only shorten this time.
         """
         self._operations.state = "closing"
-        if os.getpid() == self._owner_pid:  # not in a forked child of the owner
+        if os.getpid() == self._owner_pid:  # not called in a forked child
             self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:

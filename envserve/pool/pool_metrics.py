@@ -49,7 +49,7 @@ class PoolMetrics:
 
     Attributes:
       steps: Number of steps by block, excluding lost steps.
-      invalid: Number of invalid rows by status.
+      invalid: Number of invalid transitions (one per row and step) by status.
       restarts: Number of restarted workers.
       faults: Number of failures of envs and workers by status.
       durations: Durations in seconds of block steps that are not yet in the histogram.
@@ -81,7 +81,8 @@ class PoolMetrics:
         self._first_step_offset = int(counts_resets)
         self._watched_until = -math.inf
         self._returns = np.zeros(blocks[-1].stop)
-        #: Arrays of each block's rows; empty until episodes are watched.
+        #: For each block, the rewards, flags, statuses and returns of its rows; empty
+        #: until `watch` is called.
         self._views: list[list[Array]] = []
         #: For each row, its block's step count at the start of the episode, if known.
         self._first_steps: list[int | None] = [None] * blocks[-1].stop
@@ -94,7 +95,7 @@ class PoolMetrics:
         self.track_episodes(block, now)
 
     def record_lost(self, index: int, status: int, since: float, now: float) -> None:
-        """Count a step of a block that resulted in one lost transition per row."""
+        """Count one lost transition per row; the block was absent since `since`."""
         block = self._blocks[index]
         milliseconds = int(1000 * (now - since))
         self.invalid[status] += len(block.rows)
@@ -125,7 +126,7 @@ class PoolMetrics:
             self.is_watched = True
 
     def track_episodes(self, index: int, now: float) -> None:
-        """Update episodes after a step of a block, and the histogram if necessary."""
+        """Update the episodes after a step of a block; bin the durations if needed."""
         if len(self.durations) > MAX_DURATIONS:
             self._bin_durations()
         self.is_watched &= now <= self._watched_until
@@ -134,7 +135,7 @@ class PoolMetrics:
         reward, terminated, truncated, status, returns = self._views[index]
         returns += reward
         ended = (terminated | truncated).tobytes()
-        # Make few calls, because each call is expensive while the caches are cold.
+        # Make few calls, because each one is slow while the CPU caches are cold.
         position, steps = ended.find(1), self.steps[index]
         start = self._blocks[index].start
         while position >= 0:
@@ -181,7 +182,7 @@ class PoolMetrics:
     def counts(self) -> Counts:
         """All counters as a vector, which can be added to other pools' counters."""
         cells = np.zeros(RESET_CELL + NUM_CELLS, np.int64)
-        if (slab := self.slab) is not None:  # another thread may remove it
+        if (slab := self.slab) is not None:  # another thread may set it to None
             cells = slab.heartbeats.sum(0).clip(0, _MAX_CELL)
         rows = [self.num_env_steps, *self.invalid[1:]]
         steps, resets = (cells[at : at + NUM_CELLS] for at in (STEP_CELL, RESET_CELL))

@@ -21,7 +21,7 @@ _ALWAYS_INHERITED: Final = frozenset(
     ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "TMPDIR", "TZ")
 )
 
-#: Arguments of `resource.setrlimit`.
+#: Arguments of `resource.setrlimit`: the resource, and its soft and hard limit.
 Limit = tuple[int, tuple[int, int]]
 
 

@@ -153,7 +153,7 @@ def _receive_result(
                 on_frame(*codec.decode(message.payload))
         elif message.kind is MessageKind.READY:
             text = f"did not crash in {_format_actions(len(repro.played.actions[0]))}"
-            if repro.end.status is Status.OK:  # a flight record
+            if repro.end.status is Status.OK:  # a flight record, without a fault
                 return ReplayResult(True, f"to its end: {text}", number)
             return ReplayResult(False, text, number)
         elif message.kind is MessageKind.FAILED and message.block:
@@ -206,7 +206,7 @@ def _compare(repro: Repro, number: int | None, actual: End) -> ReplayResult:
 
 
 def _signature(end: End) -> tuple[object, ...]:
-    """Return the properties of an end that a replay must reproduce."""
+    """Return the properties in which the recorded and the replayed end must agree."""
     if end.status is Status.WORKER_DIED:
         return end.status, end.exit_code
     if end.status is Status.ENV_ERROR and not end.is_violation:

@@ -48,7 +48,7 @@ _FIRST_BACKOFF_SECONDS: Final = 0.05
 _MAX_BACKOFF_SECONDS: Final = 30.0
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
-#: Settings that are sent to the worker unchanged.
+#: Names of the settings that are sent to the worker unchanged.
 _SETTINGS: Final = (
     *(field.name for field in fields(EnvRequest)),
     *("max_infos_kib", "pickled_code"),
@@ -97,7 +97,7 @@ class SupervisedWorker:
         known yet.
       num_unanswered: Number of operations that were sent to the process but not
         answered yet.
-      has_stepped: Whether a step has succeeded since the start; set by the pool.
+      has_stepped: Whether the process has completed a step; set by the pool.
       was_replaced: Whether `replace` has ended the last process. If so, the env that
         was running then is not at fault.
     """
@@ -135,7 +135,7 @@ class SupervisedWorker:
         self._restarts = _RestartSchedule()
         self._is_built = False  # whether this process has built its envs
         self._importing = ""  # the module that this process is importing
-        self._has_ever_stepped = False  # whether any process has
+        self._has_ever_stepped = False  # whether any process has completed a step
         self._traceback, self._is_permanent = "", False  # from the FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_deadline = math.inf
@@ -157,7 +157,7 @@ class SupervisedWorker:
     # Commands of the pool.
 
     def start(self, incarnations: Sequence[int], now: float) -> list[Event]:
-        """Start a process that builds the envs, if a start is due; return events."""
+        """Start a process if a start is due; return a `Lost` event if this fails."""
         if self.state is not WorkerState.BACKOFF or now < self._restarts.next_at:
             return []
         self._set_state(WorkerState.STARTING)
@@ -198,7 +198,7 @@ class SupervisedWorker:
             self.process.channel.send(pack_message(MessageKind.SLAB), slab.fd)
 
     def send(self, data: bytes, count: int, now: float) -> None:
-        """Send `count` encoded operations to a worker that is SERVING."""
+        """Send `data`, `count` encoded operations; the worker must be SERVING."""
         assert self.process is not None, "a SERVING worker has a process"
         self.num_unanswered += count
         self._beat_at = now
@@ -214,7 +214,7 @@ class SupervisedWorker:
             self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
 
     def replace(self, reason: str, now: float) -> None:
-        """Replace the process because of a fault in an earlier operation."""
+        """Kill the process for an earlier fault; a new process replaces it."""
         self.was_replaced = True
         self.kill(f"was replaced because {reason}", now)
 
@@ -241,7 +241,7 @@ class SupervisedWorker:
         self.abandon()
 
     def abandon(self) -> None:
-        """Abandon the process, even if it is running, and do not restart it."""
+        """End the worker without waiting for its process to exit."""
         self._release()
         if self.state is not WorkerState.ENDED:
             self._set_state(WorkerState.ENDED)
@@ -266,7 +266,7 @@ class SupervisedWorker:
             elif self.state is WorkerState.STARTING:
                 events += self._on_start_message(message, now)
             # Messages of a KILLED process are ignored: the signal that makes it write
-            # its stack may interrupt a system call, and so produce a wrong result.
+            # its stack may interrupt a system call of the env and falsify the result.
             elif self.state is WorkerState.SERVING:
                 self._on_unexpected_message(message, now)
         is_at_end = process.channel.is_at_eof
@@ -276,7 +276,7 @@ class SupervisedWorker:
         return events
 
     def watch(self, now: float) -> list[Event]:
-        """Detect a process that hangs, has ended, or exits too late; return events."""
+        """Kill a process that hangs; return a `Lost` event if the process has ended."""
         if self.process is None:
             return []
         events = self._check_exit(self.process, now)
@@ -296,7 +296,7 @@ class SupervisedWorker:
         return []
 
     def next_watch(self, now: float) -> float:
-        """Return the latest time of the next `watch` and `start`; infinity if never."""
+        """Return the latest time at which to call `watch` and `start`, or infinity."""
         if self.is_ending:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
@@ -342,9 +342,9 @@ class SupervisedWorker:
             return
         name, option, limit = "step", "step", self._config.step_timeout_seconds
         is_first = beat[1] == FIRST_STEP
-        # A first step may compile code, so it may take as long as a reset, unless an
-        # import has started threads. A first step that hangs then probably waits for
-        # one of these threads, which do not exist in a forked worker.
+        # A first step may compile code, so it may take as long as a reset. If an import
+        # has started threads, the limit of other steps applies: a first step that hangs
+        # probably waits for one of these threads, which a forked worker does not have.
         if beat[1] and not (is_first and self._launcher.import_note):
             name, option = "first step" if is_first else "reset or call", "reset"
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
@@ -359,12 +359,12 @@ class SupervisedWorker:
     # The exit of the process.
 
     def _check_exit(self, process: WorkerProcess, now: float) -> list[Event]:
-        """Return the exit event if the exit is known; kill a process that hangs."""
+        """Return a `Lost` event once the process has ended; kill it if it hangs."""
         if process.has_ended(now):
             self._release()
             return self._on_exit(str(process.exit), process.kill_reason, now)
         if process.channel.is_at_eof and process.is_overdue(now):
-            # Otherwise, the process might write to rows that belong to its successor.
+            # If it is not killed, it might write to rows that its successor uses.
             self.kill("closed its socket without exiting", now)
         if process.cannot_be_killed(now):
             end = self._abandon_unkillable(process)
@@ -394,7 +394,7 @@ class SupervisedWorker:
         self.is_ending = False
 
     def _on_exit(self, end: str, kill_reason: str, now: float) -> list[Event]:
-        """Schedule the next start, or fail; return the exit event."""
+        """Schedule the next start or fail; return a `Lost` event, unless closing."""
         if self._close_deadline < math.inf:
             self._set_state(WorkerState.ENDED)
             return []
@@ -405,8 +405,8 @@ class SupervisedWorker:
         self.num_unanswered = 0
         ends_in_import = False
         if self.state is WorkerState.STARTING and self.exit and self.exit.is_by_itself:
-            # The next process would end too. A constructor may succeed, for example
-            # when its simulator starts.
+            # An import that ended this process would end the next one, too. A
+            # constructor, however, may succeed in the next process.
             ends_in_import = bool(self._importing)
             work = (
                 f"imported {self._importing}" if self._importing else "built its envs"
@@ -418,7 +418,7 @@ class SupervisedWorker:
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"
         tries = self._restarts.num_failures
-        # An error without a traceback is clear without the worker's name.
+        # A message without a traceback is complete; do not add the worker's name.
         has_stack = "Traceback (most recent call last)" in self._traceback
         is_message = self._traceback and not (has_stack or hint or kill_reason)
         self._has_ever_stepped |= self.has_stepped
@@ -426,7 +426,8 @@ class SupervisedWorker:
             self._is_permanent
             or (self._slab is None and (self._traceback or ends_in_import))
             or self._launcher.ends_in_import
-            # The next process would wait for the same missing thread.
+            # A first step that hangs probably waits for a thread that no forked process
+            # has, so the next process would hang, too.
             or (note and kill_reason and not self._has_ever_stepped)
         )
         if not self.error and (tries > self._config.max_restarts or is_permanent):

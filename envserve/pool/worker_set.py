@@ -82,9 +82,8 @@ class WorkerSet:
         self.error: EnvserveError | None = None
         self.slab: Slab | None = None
         self.frame_board: FrameBoard | None = None
-        self._specs: dict[
-            int, EnvSpec
-        ] = {}  # by worker; used until all workers are ready
+        # Maps workers to their specs, until all workers are ready.
+        self._specs: dict[int, EnvSpec] = {}
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
     def _new_worker(self, index: int) -> SupervisedWorker:

@@ -32,13 +32,13 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import one_line
 from envserve.worker.channel import ChannelMessage
 
-#: First line of the fault handler's output, and first line of a Python stack.
+#: Text with which a crash report of `faulthandler` begins, and first line of a stack.
 _FATAL: Final = "Fatal Python error: "
 _STACK: Final = "Stack (most recent call first):"
 #: The first frame that begins with this text, and all frames below that frame, belong
 #: to envserve, not to the env.
 _OUR_FRAME: Final = f'  File "{Path(worker.__file__).parent}{os.sep}'
-#: Signals of other processes or of the kernel, not of the process's own code.
+#: Signals that other processes or the kernel send; not signals of a crash.
 _OUTSIDE_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _EXCERPT_LINES: Final = 10
 _EXCERPT_WIDTH: Final = 200
@@ -131,8 +131,8 @@ class Exit:
         """The lines of `stderr_tail` that may explain the exit; may be empty.
 
         If stderr ends with a stack, these are the frames closest to the crash or hang.
-        Otherwise a killed worker has no excerpt, because its earlier output is
-        unrelated to the kill.
+        Otherwise, the excerpt is empty for exit code 0 and SIGKILL, because the output
+        is then probably unrelated to the exit.
         """
         lines = self._lines
         stacks = [i for i, line in enumerate(lines) if line.startswith(_STACK)]
@@ -148,7 +148,7 @@ class Exit:
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
 
     def while_it(self, work: str) -> str:
-        """Return a description with the work that the exit has interrupted."""
+        """Return a description such as "exited with code 1 while it imported foo"."""
         hint = (
             "; modules and constructors must not end their process or close its "
             "descriptors"

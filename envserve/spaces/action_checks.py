@@ -26,9 +26,10 @@ Array = np.ndarray[Any, Any]
 #: Function that returns the start of an error message, given the index of the action.
 _Prefix = Callable[[int], str]
 
-#: Maximum number of ranges whose views are cached; usually there is one per split.
+#: Maximum number of row ranges whose views are cached. Usually, each range is one split
+#: of the batch, so there are few.
 _MAX_PARTS: Final = 64
-#: Names of envs for which the warning about actions outside the space was shown.
+#: Names of envs for which the warning about actions outside the space was issued.
 _warned: Final[set[str]] = set()
 
 
@@ -55,7 +56,8 @@ class ActionBounds:
             for leaf, array in zip(spec.action_leaves, actions, strict=True)
             if array.size
         ]
-        #: The leaves of each range, because the same ranges are checked repeatedly.
+        #: Caches the array views and limits of each range of rows, because the same
+        #: ranges are checked in every step.
         self._parts: dict[tuple[int, int], list[tuple[Array, Any]]] = {}
 
     def all_within(self, start: int, stop: int) -> bool:
@@ -236,9 +238,9 @@ def _to_bounds(
 ) -> Array:
     """Return the actions to pass to the env, according to `mode`, or raise ActionError.
 
-    With "check", rounding errors are clipped: for example, `low + range * x` may exceed
-    `high` by some units in the last place. `precision` is the dtype in which the
-    rounding errors occurred.
+    With "check", actions that are outside the bounds only because of rounding errors
+    are clipped: for example, `low + range * x` may exceed `high` by some units in the
+    last place. `precision` is the dtype in which the rounding errors occurred.
     """
     is_valid = _is_within(array, leaf.limits)
     if is_valid.all():
@@ -260,7 +262,7 @@ def _to_bounds(
         if mode == "clip":
             return clipped
         if precision.kind == "f":
-            with np.errstate(all="ignore"):  # bounds may be infinite
+            with np.errstate(all="ignore"):  # infinite bounds would cause warnings
                 largest = np.maximum(*np.abs(leaf.bounds)).astype(precision)
                 is_valid |= np.abs(array - clipped) <= 4 * np.spacing(largest)
         if is_valid.all():

@@ -1,7 +1,7 @@
-"""Convert attribute values that are not plain: spaces, generators, specs and methods.
+"""Convert attributes that are not plain: spaces, random generators, specs, methods.
 
 Such a value is sent in a plain form. From this form, a client creates only objects of
-known classes; it looks up a spec by its name.
+known classes. The spec of an env is looked up by its name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _BIT_GENERATORS: Final = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def to_plain(value: Any) -> Any:
-    """Return the plain form of a space, generator, spec or method; keep others."""
+    """Return the plain form of a space, random generator, spec or method.
+
+    Other values are returned unchanged.
+    """
     if isinstance(value, Space):
         return {_KIND: "space", "space": describe(value)}
     if isinstance(value, np.random.Generator):
@@ -42,7 +45,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the original value of a plain form, which an untrusted peer may have sent.
+    """Return the original value of a plain form; return other values unchanged.
+
+    The form may come from an untrusted peer. A spec that is not registered becomes
+    None.
 
     Raises:
       CodecError: The value is not valid.

@@ -62,8 +62,9 @@ _SIZES_BY_FIRST_BYTE: Final = bytes(
     ]
 )
 #: Maps the first byte of a header to the width of the length field in bytes, and to the
-#: unit of the length. Units: 0: bytes; -1: items; -2: key-value pairs; n >= 1: bytes of
-#: an extension value, in addition to n bytes, the first of which is the extension type.
+#: unit of the length: 0 means bytes, -1 items, and -2 key-value pairs. A unit n >= 1
+#: marks an extension value: `n + length` bytes follow the length field, the first of
+#: which is the extension type.
 _HEADERS: Final = {
     **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
     **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},
@@ -178,10 +179,10 @@ def check(
     """
     offset, end, sizes = 0, len(data), _SIZES_BY_FIRST_BYTE
     limit = remaining = end if max_values is None else max_values
-    num_left, is_map = 1, False  # values left in the innermost open list or map
-    outer: list[
-        tuple[int, bool]
-    ] = []  # `num_left` and `is_map` of the lists and maps around it
+    # Number of values that are left in the innermost open list or map.
+    num_left, is_map = 1, False
+    # `num_left` and `is_map` of the lists and maps around the innermost one.
+    outer: list[tuple[int, bool]] = []
     while offset < end:
         while not num_left and outer:
             num_left, is_map = outer.pop()
@@ -252,7 +253,7 @@ def _read_header(data: _Buffer, offset: int, kind: int) -> tuple[int, int]:
 
 
 def _encode_other(value: Any) -> Any:
-    """Convert a NumPy value for msgpack; NumPy scalars become Python scalars."""
+    """Convert a NumPy array or scalar for msgpack; scalars become Python scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

@@ -197,7 +197,7 @@ class _SpaceBudget:
         """Return the budget for the spaces inside an encoded leaf.
 
         These spaces are stored `copies` times. Their arrays must not exceed the maximum
-        row size, and their bounds are not broadcast.
+        row size. Gymnasium copies their bounds, and the copies are charged, too.
         """
         inner = copy.copy(self)
         inner._copies *= copies

@@ -28,14 +28,16 @@ _PYTHON_DTYPES: Final = {
 }
 #: Maps each dtype to its format character in `struct`.
 _FORMATS: Final = dict(zip(codec.DTYPES, "?bhiqBHIQefd", strict=True))
-#: Maximum sizes in bytes. Values that do not fit into a record are encoded in dicts.
+#: Maximum sizes in bytes of a record and of an encoded layout. Values that do not fit
+#: into a record are encoded in dicts.
 _MAX_RECORD_BYTES: Final = 1 << 9
 _MAX_LAYOUT_BYTES: Final = 1 << 13
-#: Upper bound in bytes for the lengths and the first row that precede the records.
+#: Upper bound in bytes for the encoded number of the first row, and the lengths of the
+#: layout and the records.
 _HEADER_BYTES: Final = 32
 #: Fixed cost of decoding a column, as the number of values that take as long to decode.
 _VALUES_PER_COLUMN: Final = 16
-#: Maximum number of combinations of keys and types that a worker remembers.
+#: Maximum number of combinations of keys and types in the cache `_plans`.
 _MAX_PLANS: Final = 1 << 8
 
 
@@ -46,7 +48,7 @@ class Layout(NamedTuple):
       encoded: A dict with a zero of each column's type, encoded by `codec`.
       keys: Keys of the columns.
       is_python: For each column, whether its values are Python numbers.
-      arrays: Position, dtype and shape of each column that consists of arrays.
+      arrays: Index, dtype and shape of each column whose values are arrays.
       dtype: Dtype of a record; the names of its fields are "0", "1" and so on.
       record: `Struct` that packs the values of a record.
     """
@@ -69,7 +71,7 @@ class InfoColumns(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The numbers of bytes and values that count towards the limits of reports."""
+        """Numbers of bytes and of values to count towards the limits of a report."""
         layout, num_rows = self.layout, self.stop - self.start
         num_values = (_VALUES_PER_COLUMN + num_rows) * len(layout.keys)
         return len(self.data) + len(layout.encoded) + _HEADER_BYTES, num_values
@@ -94,7 +96,7 @@ class InfoColumns(NamedTuple):
             yield row, dict(zip(self.layout.keys, numbers, strict=True))
 
     def part(self, rows: Sequence[int]) -> InfoColumns:
-        """Return the columns of some adjacent rows."""
+        """Return the columns of the given rows: adjacent, and in ascending order."""
         start, stop, size = rows[0], rows[-1] + 1, self.layout.dtype.itemsize
         part = slice((start - self.start) * size, (stop - self.start) * size)
         return InfoColumns(start, stop, self.layout, self.data[part])
@@ -120,7 +122,7 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
         self._dicts: dict[int, Mapping[str, Any]] | None = None
 
     def add(self, infos: Mapping[int, Mapping[str, Any]], offset: int = 0) -> None:
-        """Add the infos of other rows; `offset` is added to their row numbers."""
+        """Add infos of more rows; `offset` is added to the row numbers in `infos`."""
         self._dicts = None
         columns, others = split_columns(infos)
         for start, stop, layout, data in columns:
@@ -164,7 +166,7 @@ class RowInfos(Mapping[int, Mapping[str, Any]]):
 def split_columns(
     infos: Mapping[int, Mapping[str, Any]],
 ) -> tuple[Sequence[InfoColumns], Mapping[int, Mapping[str, Any]]]:
-    """Return the columns of infos, and the values that are not in columns."""
+    """Return the columns of infos, and a mapping from rows to all other values."""
     return (infos.columns, infos.others) if isinstance(infos, RowInfos) else ((), infos)
 
 
@@ -238,10 +240,9 @@ def _column_type(value: Any) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     return dtype, shape, dtype.itemsize * math.prod(shape)
 
 
-#: Cache that maps the keys and types of an info to its layout and the keys that have no
-#: column. The value is None for infos without numbers. It is False for keys and types
-#: that have occurred only once, which get no layout yet, because envs may add keys at
-#: random.
+#: Maps the keys and types of an info to its layout, and to the keys without a column.
+#: None means that the info has no numbers. False means that the keys and types have
+#: occurred only once: they get no layout yet, because envs may add keys at random.
 _plans: Final[dict[Any, tuple[Layout, Sequence[Any]] | Literal[False] | None]] = {}
 
 
@@ -274,7 +275,7 @@ def split_infos(
         try:
             values = info.values() if is_plain else _values_of(info, layout)
             record = layout.record.pack(*values)
-        except (ValueError, struct.error):  # an array differs, or an int is too large
+        except (ValueError, struct.error):  # a value does not fit the layout
             unpacked[row] = info
             continue
         if row != stop:
@@ -295,7 +296,7 @@ def split_infos(
 
 
 def _values_of(info: Mapping[Any, Any], layout: Layout) -> list[Any]:
-    """Return the values to pack; raise ValueError if an array differs."""
+    """Return the values to pack; raise ValueError if an array does not fit `layout`."""
     values = [info[key] for key in layout.keys]
     for index, dtype, shape in layout.arrays:
         array = values[index]
@@ -330,6 +331,6 @@ def _make_plan(info: Mapping[Any, Any]) -> tuple[Layout, Sequence[Any]] | None:
             remaining -= size
     try:
         layout = _read_layout(codec.encode(zeros, keep_types=True))
-    except codec.CodecError:  # no columns, or keys that are too long
+    except codec.CodecError:  # no value fits a column, or the keys are too long
         return None
     return layout, [key for key in info if key not in zeros]

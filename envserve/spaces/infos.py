@@ -27,8 +27,8 @@ _ROW_OVERHEAD_VALUES: Final = 4
 _UNLIMITED: Final = 1 << 60
 #: Upper bound for the size of an encoded row number.
 _ROW_KEY_BYTES: Final = 9
-#: Maximum number of values for which `join_infos` omits individual pairs. With this
-#: number, it takes a few milliseconds.
+#: Maximum number of values for which `join_infos` omits individual key-value pairs. For
+#: this number, that takes a few milliseconds.
 _MAX_VALUES_BY_PAIR: Final = 1 << 13
 #: Encoded placeholder for an info that is omitted as a whole, and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
@@ -97,8 +97,8 @@ class PackedInfo(NamedTuple):
 class _EncodedInfo:
     """The encoded key-value pairs of one row's info, and its omitted keys.
 
-    If a value of the info is a dict, such as "reset_info", its pairs are also omitted
-    one by one.
+    If a value of the info is a dict, such as "reset_info", single pairs of this dict
+    can be omitted, too.
     """
 
     def __init__(self, info: Mapping[Any, Any], depth: int = 2) -> None:

@@ -85,14 +85,14 @@ class Leaf:
 
     @cached_property
     def empty_value(self) -> Any:
-        """Value of an encoded row that was never written."""
+        """Value that an encoded row has until it is written."""
         (value,) = create_empty_array(self.space, 1)  # type: ignore[misc]
         return value
 
     @cached_property
     def empty_cost(self) -> int:
-        """Number of values by which a copy of `empty_value` counts towards limits."""
-        # A copy counts less than a decoded value, because copying is faster.
+        """Number of values to charge for a copy of `empty_value`."""
+        # A copy costs less than a decoded value, because copying is faster.
         return 1 + codec.check(codec.encode(self.empty_value), 1 << 30) // 16
 
     @cached_property
@@ -106,7 +106,7 @@ class Leaf:
         if isinstance(space, (spaces.Discrete, spaces.MultiDiscrete)):
             count = space.n if isinstance(space, spaces.Discrete) else space.nvec
             low = np.asarray(space.start)
-            return low, low + (np.asarray(count) - 1)  # start + count may overflow
+            return low, low + (np.asarray(count) - 1)  # `low + count` may overflow
         return np.asarray(0), np.asarray(1)
 
     @cached_property

@@ -79,7 +79,7 @@ def decode_row(leaf: Leaf, row: Array) -> Any:
 
 
 def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
-    """Return the value of a row, and the number by which it counts towards limits."""
+    """Return the value of a row, and the number of values to charge for it."""
     data = row.tobytes()
     stop = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES], "little")
     if stop == _HEADER_BYTES:
@@ -234,7 +234,7 @@ def _from_plain(space: Any, plain: Any, *, is_batch: bool = False) -> Any:
 
 
 def _batch_from_plain(space: Any, plain: Any) -> tuple[Any, int]:
-    """Return a batch of values, and its length."""
+    """Convert a decoded batch to the form of its space; return it and its length."""
     batch = _from_plain(space, plain, is_batch=True)
     lengths = {len(column) for column in flatten(space, batch)}
     _check(len(lengths) < 2, space, batch)

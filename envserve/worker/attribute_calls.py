@@ -18,8 +18,8 @@ from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-#: Format of the report's length. An answer consists of this length, the report and the
-#: list of values.
+#: Length of the report, with which an answer begins. The report and the list of values
+#: follow.
 _LENGTH: Final = struct.Struct("<I")
 #: Once the values in an answer exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
@@ -67,7 +67,7 @@ class CallRequest(NamedTuple):
 
     @property
     def may_change_env(self) -> bool:
-        """Whether the call may change an env."""
+        """Whether the call may change an env; reading an attribute does not."""
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
@@ -93,10 +93,11 @@ def run_call(
 
     Args:
       request: The call.
-      get_value: Function that calls the row at a position in `request.rows`; returns
-        its value, or raises the env's error.
-      must_answer_all: Whether rows whose values do not fit get a fault, because the
-        call must not be repeated. If False, they are left for another request.
+      get_value: Function that takes the position of a row in `request.rows`, and runs
+        the call on the env of this row. It returns the value or raises the env's error.
+      must_answer_all: Whether rows whose values do not fit into the answer get a fault,
+        because the call must not be repeated. If False, they are left for another
+        request.
     """
     values: list[bytes] = []
     faults: list[Fault] = []
@@ -120,7 +121,7 @@ def run_call(
                 )
         except Exception as error:
             value, fault = _NONE, fault_from_error(row, error)
-            if isinstance(error, codec.CodecError):  # no traceback needed
+            if isinstance(error, codec.CodecError):  # clear without a traceback
                 fault = fault._replace(text=str(error))
             faults.append(fault)
             num_values += 1

@@ -39,7 +39,7 @@ HEADER: Final = struct.Struct("<BxHII")
 #: Maximum number of bytes to read at once; larger than any report of the template.
 #: Other messages may need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
-#: Errors of a send that can be retried, because the receiver is only slow.
+#: Temporary errors of a send: a buffer is full, or the system lacks resources.
 _BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 #: Maximum encoded size of the arguments of a call, and of its result for one row.
@@ -65,7 +65,7 @@ class MessageKind(enum.IntEnum):
     BUILT = 7  # another env is built
     READY = 8  # all envs are built; contains their spaces
     DONE = 9  # the rows of the block are written
-    FAILED = 10  # traceback; the worker exits. If block is 1, restarts would fail
+    FAILED = 10  # error text; the worker exits; if block is 1, do not restart it
     VIDEO_FRAME = 17  # during REPLAY: frames per second and a rendered frame
     UNKNOWN_ENV = 11  # error message; the worker exits
     BAD_WRAPPER = 15  # error message; the worker exits
@@ -73,7 +73,8 @@ class MessageKind(enum.IntEnum):
     FORK = 16  # a request (import modules, fork or kill a worker) or its result
 
 
-#: Maps kinds of messages to exceptions for invalid requests, which no restart can fix.
+#: Maps the kinds of messages that report an invalid request to exceptions. A restart
+#: cannot fix such a request.
 REQUEST_ERRORS: Final = {
     MessageKind.UNKNOWN_ENV: UnknownEnv,
     MessageKind.BAD_WRAPPER: WrapperError,
@@ -277,12 +278,12 @@ class Channel:
         if data:
             return self._decoder.feed(data)
         if not self.is_at_eof:
-            self._unregister()  # a socket at end of file is always readable
+            self._unregister()  # the selector would report it as readable forever
             self.is_at_eof = True
         return []
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait until `read` can return messages or send unsent messages."""
+        """Wait until `read` can return or send messages, or until the timeout."""
         events = select.POLLIN | (select.POLLOUT if self.unsent else 0)
         self._poll.modify(self.socket, events)
         self._poll.poll(math.ceil(1000 * timeout_seconds))

@@ -1,8 +1,8 @@
 """A block of single envs, which are stepped sequentially.
 
-If an env raises an exception or returns a value outside its spaces, the block replaces
-the env with its next incarnation within the same operation, and reports a fault for the
-row. If the new env cannot be built or reset, the exception ends the worker.
+If an env raises an exception or returns a value outside its spaces, the block rebuilds
+the env within the same operation, and reports a fault for the row. If the new env
+cannot be built or reset, the exception ends the worker.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class EnvBlock:
         faults: list[Fault] = []
         infos: dict[int, Mapping[str, Any]] = {}
         self._record_step()
-        block.flags[...] = 0  # no episode has ended, and all statuses are OK
+        block.flags[...] = 0  # no episode has ended yet, and all statuses are OK
         actions = decode_actions(self._spec, block.action)
         for env, action in zip(self._envs, actions, strict=True):
             try:
@@ -141,9 +141,10 @@ class EnvBlock:
     def _replace_failed(
         self, env: EnvRow | SpareRow, error: Exception, *, in_step: bool = False
     ) -> Fault:
-        """Replace a failed env with its next incarnation; return the fault.
+        """Rebuild a failed env and reset it; return the fault of its row.
 
-        With autoreset "next_step", the next step resets an env that failed in a step.
+        With autoreset "next_step", an env that failed in a step is reset by the next
+        step instead.
 
         The status of the row is PENDING until the pool writes the lost transition. If
         this worker dies before it has sent its report, PENDING shows the pool that
@@ -161,7 +162,7 @@ class EnvBlock:
         if in_step and self._config.autoreset == "next_step":
             self._heartbeat[1] = 0
             env.defer_reset()
-            if isinstance(error, SpaceViolation):  # the observation may contain NaN
+            if isinstance(error, SpaceViolation):  # the row may contain NaN
                 for last in rows.observation:
                     last[env.row] = 0
         else:
@@ -191,10 +192,10 @@ class EnvBlock:
                 info = self._reset_or_rebuild(env, seed, options, faults)
             except Exception as error:
                 if seed is None and not options:
-                    raise  # the env cannot be reset at all
+                    raise  # not even a plain reset succeeds, so restart the worker
                 faults.append(self._replace_failed(env, error))
                 info = {}
-            # A fault of the row already reports one of its rebuilds.
+            # The pool counts one rebuild for each fault, so do not report that rebuild.
             is_counted = bool(faults) and faults[-1].env_index == row
             rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:

@@ -45,7 +45,8 @@ class EnvChecks:
     Attributes:
       nonfinite: See `settings.NonFinite`.
       strict_spaces: Whether the dtypes of observations must match the space's dtypes.
-      warnings: Maps class names of envs to warnings; to "" once a warning was returned.
+      warnings: Maps names of classes (of envs or spaces) to warnings; to "" after
+        `take_warnings` has returned the warning.
     """
 
     nonfinite: NonFinite = "raise"
@@ -146,7 +147,7 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
             f"{leaf.dtype}, so it is cast; cast it in the env, or declare {dtype} "
             f"(strict_spaces makes this an error)"
         )
-    with np.errstate(over="ignore"):  # infinity is checked later
+    with np.errstate(over="ignore"):  # an overflow to infinity is detected later
         return array.astype(leaf.dtype)
 
 

@@ -55,9 +55,10 @@ class EnvRow:
       row: Row of the pool.
       env_index: Row in the whole batch, which determines the seeds.
       incarnation: Number of times the env was rebuilt, in this and earlier processes.
+        Each incarnation has another default seed.
       record: The row's record in the action ring, after `attach`.
       inner_env: The env without its wrappers, after `build`.
-      is_fresh: Whether this incarnation has never been reset.
+      is_fresh: Whether the env has not been reset since it was built.
       attributes: Attributes that clients have set, to be restored in a rebuilt env.
       autoreset: See `settings.Autoreset`.
     """
@@ -78,7 +79,8 @@ class EnvRow:
           row: Row of the pool.
           incarnation: Number of times the env was rebuilt before.
           checks: Checks of the values that the env returns.
-          context: Place of the env in its batch; by default, in a pool with one worker.
+          context: Indices of the env and its worker; by default, those in a pool with
+            one worker.
           env_fn: Function that creates the env; by default, the env is created by name.
         """
         self.row = row
@@ -99,7 +101,7 @@ class EnvRow:
 
     @property
     def seed(self) -> int:
-        """Seed of this incarnation's first reset."""
+        """Default seed of the first reset after the env was built."""
         return env_seed(self.request.seed, self.env_index, self.incarnation)
 
     def drop_initial_seed(self) -> None:
@@ -131,7 +133,7 @@ class EnvRow:
         return spec
 
     def rebuild(self) -> None:
-        """Replace the env with its next incarnation; restore `attributes`."""
+        """Close the env, build its next incarnation, and restore `attributes`."""
         self.close()
         self.incarnation += 1
         self.build()
@@ -155,7 +157,7 @@ class EnvRow:
         self.record = record
 
     def _first_step(self, action: Any) -> StepOutcome:
-        """Step a newly built env, which may compile code in this step."""
+        """Step a new env; `FIRST_STEP` gives this step time to compile code."""
         self._heartbeat[1] = FIRST_STEP
         del self.step
         outcome = self.step(action)
@@ -217,8 +219,8 @@ class EnvRow:
         With autoreset "same_step", also reset the env.
         """
         self._write(self._final_observation, observation)
-        # Check the observation before the next episode begins, while the record still
-        # describes this episode.
+        # Check the observation before the next episode begins, while the action record
+        # still describes this episode.
         self.check_finite(reward, self._final_observation)
         if self.autoreset != "same_step":
             self._needs_reset = True
@@ -236,8 +238,8 @@ class EnvRow:
         """Reset the env, write its first observation, and return the info.
 
         Args:
-          seed: Seed of the reset. None: use the incarnation's seed for its first reset,
-            and no seed for later resets.
+          seed: Seed of the reset. None: the default seed, if any, in the first reset
+            after the env was built, and no seed in later resets.
           options: See `lane.Reset`.
         """
         info = self._begin_episode(seed, options)
@@ -270,9 +272,8 @@ class EnvRow:
         self._beat = beat = self._beat + BEAT_INCREMENT
         heartbeat[0] = beat
         heartbeat[1] = 1
-        env_options = (
-            codec.decode(options) if options else None
-        )  # a new dict for each env
+        # Decode the options for each env, because an env may change its dict.
+        env_options = codec.decode(options) if options else None
         began_at = step_timings.start_time()
         result = self._env.reset(seed=seed, options=env_options)
         step_timings.record_resets(heartbeat, began_at, 1)
@@ -318,7 +319,7 @@ class EnvRow:
         return render(self._env)
 
     def intercept_calls(self, call: Callable[..., Any]) -> None:
-        """Route the env's own `reset` and `step` through `call`, for a debugger."""
+        """Run the inner `reset` and `step` as `call(method, ...)`, for a debugger."""
         for name in ("reset", "step"):
             method = getattr(self.inner_env, name)
             setattr(self.inner_env, name, functools.partial(call, method))
@@ -336,7 +337,8 @@ class EnvRow:
 
         Args:
           reward: A reward of the env.
-          observation: Arrays whose row to check; by default, the current observations.
+          observation: Arrays of all rows, in which `row` is checked; by default, the
+            current observations.
         """
         check = self._checks.check_finite
         if not math.isfinite(reward):

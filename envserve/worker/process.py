@@ -67,8 +67,9 @@ def run(
 
     Args:
       channel: The worker's end of the socket pair.
-      import_modules: Imports the user's env modules, and returns the error or "".
-        It passes each module to its argument first, and "" at the end.
+      import_modules: Imports the user's env modules, and returns an error message or
+        "". Its argument is called with the name of each module before the import, and
+        with "" at the end.
     """
     with channel:
         # A child that an env forks must not receive the messages for its parent.
@@ -122,7 +123,7 @@ def run(
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
             kind = next(kinds, MessageKind.FAILED)
-            # These errors have complete messages. For all others, send the traceback.
+            # Send the traceback only of errors whose message is not sufficient.
             is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
             is_complete = (
                 isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
@@ -135,7 +136,7 @@ def run(
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
-    """Add a hint to the error of an env that is not the first one of its process."""
+    """Yield from `built`, the envs after the first one; add a hint to an exception."""
     try:
         yield from built
     except Exception as error:

@@ -129,7 +129,7 @@ def render(env: Any) -> Any:
     _configure_headless()
     inner = env.unwrapped
     if str(getattr(env, "render_mode", None)).endswith("_list"):
-        env = inner  # the wrapper would add this frame to those that it collects
+        env = inner  # Gymnasium's wrapper would add this frame to its list
     modes = getattr(inner, "metadata", {}).get("render_modes", ())
     if getattr(inner, "render_mode", None) is not None or "rgb_array" not in modes:
         return env.render()
@@ -148,7 +148,7 @@ def prepare_rendering(env_kwargs: Mapping[str, Any]) -> None:
 
 @cache
 def _configure_headless() -> None:
-    """Set `headless_variables`: without a display, GLFW would end the process."""
+    """Set `headless_variables`, because GLFW ends a process that has no display."""
     os.environ.update(headless_variables(os.environ))
 
 
@@ -198,7 +198,7 @@ def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
         return {}
     settings = {"SDL_VIDEODRIVER": "dummy"}
     for library, backend in (("OSMesa", "osmesa"), ("EGL", "egl")):
-        with contextlib.suppress(OSError):  # `find_library` needs a temporary folder
+        with contextlib.suppress(OSError):  # there is no writable temporary folder
             if ctypes.util.find_library(library):
                 settings["MUJOCO_GL"] = backend
     return {key: settings[key] for key in settings if key not in environment}

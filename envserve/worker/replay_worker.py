@@ -134,8 +134,10 @@ def apply_actions(
     env.attach(rows, private_heartbeat(), RowRecord.private())
     played = repro.played
     if played.generator is not None:
-        if repro.seeded:  # an unseeded reset would be random, and might crash
-            env.reset(None, played.options)  # creates the env's generator
+        # This reset creates the generator whose state is restored below. An unseeded
+        # reset would be random, and might crash.
+        if repro.seeded:
+            env.reset(None, played.options)
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
     env.reset(played.seed, played.options)

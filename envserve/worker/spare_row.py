@@ -52,7 +52,7 @@ class ResetThreads(ThreadPoolExecutor):
         return reset
 
     def close(self, timeout_seconds: float) -> None:
-        """Cancel resets that have not started, and wait for running ones to finish."""
+        """Cancel resets that have not started; wait for the others or the timeout."""
         self.shutdown(wait=False, cancel_futures=True)
         wait([*self._resets], timeout_seconds)
 
@@ -68,7 +68,7 @@ class SpareRow:
     """
 
     def __init__(self, active: EnvRow, spare: EnvRow, threads: ResetThreads) -> None:
-        """Store two equal rows; `build` and `build_spare` build their envs."""
+        """Store two rows with equal settings; their envs are not built yet."""
         self._active, self._spare = active, spare
         self._spare.attributes = self._active.attributes
         # This class resets the envs, so they must not reset themselves.
@@ -108,7 +108,7 @@ class SpareRow:
         return self._spare.build()
 
     def rebuild(self) -> None:
-        """Replace the active env with its next incarnation; keep the spare."""
+        """Rebuild the active env; keep the spare."""
         self._active.incarnation = self.incarnation
         self._active.rebuild()
         self.incarnation = self._active.incarnation
@@ -141,10 +141,9 @@ class SpareRow:
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Begin an episode, write its first observation, and return the info.
 
-        Without seed and options, the row switches to the spare and its prepared
-        episode. With a seed or options, the row also switches to the spare, but resets
-        it again. Exception: an active env that has never been reset stays active,
-        unless a seed is given.
+        The row switches to the spare. Without seed and options, the episode that the
+        spare has prepared begins; otherwise, the spare is reset again. If the active
+        env has never been reset and no seed is given, it is reset and stays active.
 
         Args:
           seed: Seed of this reset, from which the spare's next seed is derived.

@@ -45,9 +45,9 @@ _LAST_FLUSH_MS: Final = 200
 
 
 class StderrPipes:
-    """The stderr pipes of all workers, which the loop of the template reads.
+    """The stderr pipes of all workers.
 
-    The template polls, and calls `handle` for each ready descriptor.
+    The template's loop polls them, and calls `handle` for each ready descriptor.
     """
 
     def __init__(
@@ -61,9 +61,8 @@ class StderrPipes:
         # Maps the read end of each pipe to its worker; to -1 after the worker's exit.
         self._workers: dict[int, int] = {}
         self._tails: dict[int, bytearray] = {}  # last output of each worker
-        self._buffers: dict[
-            int, bytearray
-        ] = {}  # output of each read end that is not forwarded yet
+        # Maps each read end to its output that is not forwarded yet.
+        self._buffers: dict[int, bytearray] = {}
         self._stacks: dict[int, bytes] = {}  # withheld stack of each worker
         self._unsent = bytearray()
         self._num_dropped = 0
@@ -104,7 +103,7 @@ class StderrPipes:
         return self._workers.get(fd)
 
     def handle(self, fd: int) -> bool:
-        """Read or write a ready descriptor; return False for an unknown descriptor."""
+        """Read or write a ready descriptor; return False if it is unknown."""
         if fd in self._workers:
             self._read(fd)
         elif fd == self._out_fd:
@@ -120,8 +119,8 @@ class StderrPipes:
 
         Args:
           worker: Number of the worker, as passed to `open`.
-          is_reported: Whether the caller reports the returned output. A stack in it is
-            then not forwarded as well.
+          is_reported: Whether the caller reports the returned output. If so, a stack in
+            the output is not forwarded.
         """
         for read_fd in [fd for fd, owner in self._workers.items() if owner == worker]:
             for _ in range(_MAX_LAST_READS):
@@ -211,7 +210,7 @@ class StderrPipes:
         self._flush()
 
     def _flush(self) -> None:
-        """Write as much as possible without blocking."""
+        """Write as much of the unsent output as possible without blocking."""
         can_write = unpatched.poll()
         can_write.register(self._out_fd, select.POLLOUT)
         try:
@@ -243,5 +242,5 @@ def _open_nonblocking(stderr_fd: int) -> int:
             return stderr_fd
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_APPEND
         return os.open(f"/proc/self/fd/{stderr_fd}", flags)
-    except OSError:  # no /proc, a socket, another user's terminal, or closed
+    except OSError:  # the file cannot be opened again
         return stderr_fd

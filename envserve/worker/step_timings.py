@@ -26,7 +26,7 @@ _STEP_COUNTS: Final = STEP_CELL + 1
 #: Index of the first cell of the histogram of resets.
 RESET_CELL: Final = 32
 #: Index of the cell that contains the total duration of resets in the main thread, in
-#: nanoseconds. These resets may run within a step, so steps are timed without them.
+#: nanoseconds. The durations of steps exclude these resets, which may run in a step.
 _INLINE_CELL: Final = 31
 
 

@@ -62,8 +62,8 @@ from envserve.worker.stderr_pipes import StderrPipes
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-#: Signal that makes a worker write its Python stack to stderr. An env may replace the
-#: handler of this signal.
+#: Signal that makes a worker write its Python stack to stderr, unless an env has
+#: replaced the handler.
 _STACK_SIGNAL: Final = signal.SIGUSR2
 #: Maximum time for a worker to write its stack before it is killed.
 _STACK_SECONDS: Final = 0.08
@@ -100,8 +100,8 @@ def main(fd: int) -> None:
     # run in reverse order, and a `Pool` restarts killed processes until the handler of
     # multiprocessing has run.
     atexit.register(template.close)
-    # Imported lazily, because importing this module must not load gymnasium, and before
-    # the user's modules, which may give up access to files.
+    # Import these modules here, because importing this file must not load gymnasium.
+    # Import them before the user's modules, which may give up access to files.
     from multiprocessing import resource_tracker, util  # noqa: F401
 
     from envserve.worker import process  # noqa: F401
@@ -133,7 +133,7 @@ class _Template:
         self._fds: list[int] = []
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
-        self._workers: dict[int, int] = {}  # maps numbers of requests to process ids
+        self._workers: dict[int, int] = {}  # maps fork numbers to process ids
         self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
@@ -143,7 +143,8 @@ class _Template:
             # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        # The resource tracker of multiprocessing, and its pipe until it is started.
+        # The process of multiprocessing's resource tracker; until it is started, the
+        # read end of its pipe.
         self._tracker_pid: int | None = None
         self._tracker_fd = -1
         self._kill_orphans_at = math.inf
@@ -160,13 +161,14 @@ class _Template:
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         # With SIGPIPE ignored, a write to a closed pipe only returns an error.
         unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an expired timer ends the process
+        # A timer that a module has started would end the process when it expires.
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
             os.dup2(saved_fd, fd)
 
     def run(self) -> None:
-        """Serve until the owner closes its end or dies."""
+        """Handle requests until the owner closes its end of the socket or dies."""
         try:
             self._loop()
         finally:
@@ -233,9 +235,9 @@ class _Template:
             kill_group(pid)
 
     def _kill_overdue(self) -> int | None:
-        """Kill overdue workers and orphans.
+        """Kill the workers and orphans whose deadline has passed.
 
-        Return the milliseconds until the next kill, or None if none is planned.
+        Return the milliseconds until the next deadline, or None if there is none.
         """
         now = time.monotonic()
         if now >= self._kill_orphans_at:
@@ -256,7 +258,7 @@ class _Template:
             kill_group(pid)
         elif request not in self._kill_at:
             self._kill_at[request] = time.monotonic() + _STACK_SECONDS
-            os.kill(pid, _STACK_SIGNAL)  # the id is valid until the template reaps it
+            os.kill(pid, _STACK_SIGNAL)  # safe: the process is not reaped yet
 
     def _handle_requests(self) -> bool:
         try:
@@ -314,7 +316,7 @@ class _Template:
         self._undo_import_effects()
         self._share_resource_tracker()
         gc.collect()
-        gc.freeze()  # later collections must not write to pages that forks share
+        gc.freeze()  # garbage collections must not write to pages that forks share
         note, started = "", [*filter(None, map(files.get, _thread_ids()))]
         if started:
             note = (
@@ -333,14 +335,14 @@ class _Template:
     def _share_resource_tracker(self) -> None:
         """Make all workers use one resource tracker of multiprocessing.
 
-        When all of them have ended, it removes the shared memory that they have not
-        removed. A worker's own tracker would be killed with the worker. The tracker is
-        started when a worker first writes to its pipe.
+        When all workers have ended, the tracker removes the shared memory that they
+        have left behind. A worker's own tracker would be killed with the worker. The
+        shared one is started when a worker first writes to its pipe.
         """
         from multiprocessing import resource_tracker
 
         tracker = vars(resource_tracker._resource_tracker)
-        if tracker["_fd"] is None:  # no import has started one
+        if tracker["_fd"] is None:  # no imported module has started a tracker
             self._tracker_fd, tracker["_fd"] = os.pipe()
             self._poller.register(self._tracker_fd, select.POLLIN)
         self._tracker_pid = tracker["_pid"]
@@ -352,7 +354,8 @@ class _Template:
 
         code = f"from multiprocessing.resource_tracker import main; main({fd})"
         command = python_command(code)
-        # Without a reader of the pipe, each worker starts its own tracker.
+        # If this fails, each worker starts its own tracker, because the shared pipe has
+        # no reader.
         with contextlib.suppress(OSError):
             self._tracker_pid = spawnv_passfds(os.fsencode(command[0]), command, [fd])
             self._import_children.add(self._tracker_pid)
@@ -474,7 +477,7 @@ class _Template:
             self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _report(self, message: dict[str, Any]) -> None:
-        # The next read detects that the owner has exited.
+        # If the owner has exited, the next read from the socket detects this.
         with contextlib.suppress(OSError):
             self._owner.sendall(
                 pack_message(MessageKind.FORK, payload=codec.encode(message))
@@ -489,7 +492,7 @@ def _import_error(modules: list[str]) -> str:
         registry.import_env_modules(modules)
     except Exception as error:
         return str(error)
-    except BaseException as error:  # SystemExit, for example; Ctrl-C cannot occur
+    except BaseException as error:  # such as SystemExit; Ctrl-C does not reach it
         return f"importing {', '.join(modules)} raised {error!r}"
     return ""
 

@@ -89,7 +89,7 @@ class VectorBlock:
         yield self._config.first_env_index + self.rows.start, self._make_env()
 
     def _make_env(self) -> EnvSpec:
-        """Build the vector env; its first reset uses the incarnation's seeds."""
+        """Build the vector env and return its spec; the first reset uses `_seeds`."""
         name, autoreset = self._config.env_name, self._config.autoreset
         env = self._env = _make_vector_env(self._config, self.rows)
         mode = _autoreset_mode_of(env, name)
@@ -153,7 +153,7 @@ class VectorBlock:
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
-        if self._needs_reset:  # with "next_step", after a fault or a deferred reset
+        if self._needs_reset:  # autoreset "next_step": this step only resets the env
             infos = self._reset(None, self._all_mask)
             for array in (rows.reward, rows.terminated, rows.truncated):
                 array[...] = 0
@@ -234,7 +234,7 @@ class VectorBlock:
             infos = self._reset(seeds, mask, options)
         except Exception as error:
             if mask.all() and not row_seeds and not options:
-                raise  # the env cannot be reset at all
+                raise  # not even a plain reset succeeds, so restart the worker
             faults, mask = self._replace_failed(error), self._all_mask
         rows.reward[mask] = 0.0
         rows.terminated[mask] = rows.truncated[mask] = False
@@ -317,7 +317,7 @@ class VectorBlock:
         self._needs_reset = in_step and self._config.autoreset == "next_step"
         if not self._needs_reset:
             self._reset(None, self._all_mask)
-        elif isinstance(error, SpaceViolation):  # the observation may contain NaN
+        elif isinstance(error, SpaceViolation):  # the rows may contain NaN
             for _, last in self._final_and_last:
                 last[...] = 0
         self._heartbeat[1] = 0
@@ -406,7 +406,7 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)
         elif (isinstance(value, list | tuple) and len(value) == size) or (
-            getattr(value, "shape", ())[:1] == (size,)  # also true for JAX arrays
+            getattr(value, "shape", ())[:1] == (size,)  # arrays of JAX, too
         ):
             value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
             if isinstance(value, np.bool_):  # a bool, before Gymnasium batched it

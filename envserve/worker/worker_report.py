@@ -32,8 +32,8 @@ _MAX_SPACES_BYTES: Final = 16 << 20
 #: traceback are omitted.
 _CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registration$")
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
-#: Maximum total size of the tracebacks in a report. If they are longer, each is cut,
-#: but not to less than the minimum size.
+#: Maximum total size of the tracebacks in a report. If it is exceeded, the longest ones
+#: are cut, but not to less than the minimum size.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
 _MIN_TRACEBACK_BYTES: Final = 64
 #: Maximum number of warnings in a report, and maximum length of a warning.

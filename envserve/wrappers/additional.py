@@ -62,7 +62,7 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     def __init__(self, env: gymnasium.Env[Any, Any], max_steps: int) -> None:
         super().__init__(env)
         self._max_steps = max_steps
-        self._actions = copy.deepcopy(env.action_space)  # with a separate generator
+        self._actions = copy.deepcopy(env.action_space)  # a copy, because it is seeded
         self._has_seeded = False
 
     def reset(
@@ -96,7 +96,7 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
         return env.np_random
 
 
-#: Dtypes in which differences of short integers cannot overflow.
+#: Maps dtypes of short integers to dtypes in which their differences cannot overflow.
 _DIFFERENCE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
     **dict.fromkeys(("int8", "uint8"), np.dtype(np.int16)),
     **dict.fromkeys(("int16", "uint16"), np.dtype(np.int32)),
@@ -279,7 +279,7 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset(seed=seed, options=options)
 
     def step(self, action: Any) -> Any:
-        """Step the env, and truncate its first episode at the random step."""
+        """Step the env; truncate a seeded episode at its random step."""
         if not self._steps_left:
             return self.env.step(action)
         self._steps_left -= 1

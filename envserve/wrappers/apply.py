@@ -83,7 +83,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
 def _observation_bytes(
     space: spaces.Space[Any], name: str, arguments: dict[str, Any]
 ) -> int:
-    """Return the size of a wrapper's observations, before they are allocated.
+    """Return the size in bytes of a wrapper's observations, before it is applied.
 
     Return 0 for wrappers that do not enlarge observations much.
     """

@@ -62,7 +62,7 @@ def table_of(wrapper: Any) -> Any:
         return {"name": wrapper}
     name, module = (getattr(wrapper, f"__{n}__", "") for n in ("qualname", "module"))
     make = getattr(WRAPPERS.get(name), "make", "")
-    # Gymnasium exports all wrappers from "gymnasium.wrappers".
+    # Gymnasium's wrappers are defined in submodules of the registered module.
     is_exported = make and module.startswith(str(make).partition(":")[0])
     return {"name": name} if make is wrapper or is_exported else wrapper
 
