@@ -45,7 +45,7 @@ _count = itertools.count()
 
 
 def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
-    """Create the next env of a worker, which creates its envs in row order."""
+    """Create the env of the next row; the worker creates its envs in row order."""
     functions = pickle.loads(Path(path).read_bytes())
     env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
     return env
@@ -55,7 +55,7 @@ gymnasium.register(ENV, f"{SELF}:make_pickled")
 
 
 def expected_failures() -> dict[str, str]:
-    """Return a dict from ids of tests that may fail to the reasons."""
+    """Return a dict from the id of each test that may fail to the reason."""
     lines = (HERE / f"{SELF}.txt").read_text().splitlines()
     entries = [line.partition("  # ") for line in lines if line and line[0] != "#"]
     return {name.strip(): reason for name, _, reason in entries}
