@@ -141,7 +141,7 @@ class _Peer:
 
         The request is returned as a message type and a body.
         """
-        # The leases of an earlier flood expire some seconds after it.
+        # The leases of an earlier flood expire only some seconds after the flood.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)
         self.request(*_BODIES["reset"])

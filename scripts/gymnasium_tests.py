@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--tcp", action="store_true", help="run the envs on a server")
     options, arguments = parser.parse_known_args()
     if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
-        parser.error(f"{SELF}.txt: expected at most {MAX_EXPECTED} in tests/vector")
+        parser.error(f"{SELF}.txt: expected at most {MAX_EXPECTED} tests/vector tests")
     source = options.source.resolve()
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

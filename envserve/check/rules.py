@@ -419,7 +419,10 @@ def silence(c: ProbeClient) -> None:
     """Rule 3: Let the lease of a silent session expire."""
     seconds, limit = c.subject.welcome.lease_seconds, _MAX_LEASE_SECONDS
     if seconds > limit:
-        raise SkipRule(f"lease_seconds is {seconds:g}, more than {limit:g}")
+        raise SkipRule(
+            f"the server's lease_seconds is {seconds:g}; this check requires at most "
+            f"{limit:g}"
+        )
     c.attach().receive(seconds + 1.0)
     c.expect_error(c.message(MessageType.PING), ErrorCode.LEASE_LOST)
     c.epoch = 0

@@ -75,7 +75,7 @@ def seed_global_generators(
 def _objects_of(
     modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
 ) -> Iterator[Any]:
-    """Yield the objects that modules and functions refer to, in a fixed order."""
+    """Yield the objects to which modules and functions refer, in a constant order."""
     names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
     queue = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
