@@ -1,5 +1,5 @@
-"""Benchmarks against other projects, run by `scripts/bench.py`; not in the package.
+"""Benchmarks against other projects, run by `scripts/bench.py`.
 
-The `__init__.py` files contain no code, because workers import `benchmarks.cases.envs`,
-which also runs the `__init__.py` of its parent packages.
+Python runs the `__init__.py` files in all workers that import `benchmarks.cases.envs`,
+so these files contain no code.
 """

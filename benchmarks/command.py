@@ -58,7 +58,7 @@ class Run:
         return measured
 
     def publish(self, **fields: Any) -> None:
-        """Print and save the result; `fields` are the other fields of `Result`."""
+        """Print and save a `Result`; its name and options are those of the run."""
         publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 

@@ -30,7 +30,7 @@ from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
 Result = Mapping[str, Any]
 """The contents of a `result.json`."""
 Value = Callable[[Result], float | None]
-"""Returns a number from a result, or None if a case was skipped."""
+"""Function that computes a number from a result; None if a case was skipped."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Goal:
 
 
 def _ratio(case: str, base: str, number: str = SPEED) -> Value:
-    """Return a function that computes the ratio of `case` to `base` for a number."""
+    """Return a function that computes the ratio of `case` to `base` in a metric."""
     return lambda result: _measurements(result).ratio(case, base, number)
 
 
@@ -71,7 +71,7 @@ def _median(case: str, number: str = "seconds") -> Value:
 
 
 def _overlap(result: Result) -> float | None:
-    """Return the best possible time divided by the measured time, with two splits."""
+    """Return the ratio of optimal to measured time of a batch step, with two splits."""
     measured = _median("2 splits", MICROSECONDS)(result)
     if measured is None:
         return None
@@ -99,7 +99,7 @@ def _growth(result: Result) -> float | None:
 
 
 def _megabytes(result: Result) -> float | None:
-    """Return the memory of 1,024 envs in MB, without the memory that imports need."""
+    """Return the memory of 1,024 envs in MB, minus that of one env per worker."""
     memory = result["results"]["proportional_set_bytes"]
     total, base = memory.get("1024 envs"), memory[result["results"]["base"]]
     return None if total is None else float(total - base) / 1e6

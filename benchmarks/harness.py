@@ -112,7 +112,7 @@ class _CaseProcess:
         return str(value) if kind == "skipped" else None
 
     def measure(self) -> dict[str, float]:
-        """Return the numbers of one measurement."""
+        """Measure the case once; return a dict from metrics to values."""
         self._connection.send("measure")
         return dict(self._receive()[1])
 
@@ -150,13 +150,13 @@ def _serve(case: Case, connection: Connection) -> None:
     # process, which then stops its child processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
-    # Some projects load TensorFlow, although no case uses it.
+    # Silence TensorFlow, which some projects load although no case uses it.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
-    # By default, a spawned process also spawns its children. Restore the platform's
-    # default, which other projects expect.
+    # This process was spawned, so its start method is also "spawn". Other projects
+    # expect the default method of the platform.
     multiprocessing.set_start_method(None, force=True)
-    # If another case has failed, the other end is closed, because no result is needed.
+    # If another case has failed, the parent has closed its end of the pipe.
     with contextlib.suppress(BrokenPipeError):
         try:
             with case.open(**case.arguments) as measure:

@@ -25,12 +25,12 @@ Column = Callable[[Measurements, str], str]
 
 
 def median(number: Metric, form: str = ",.0f") -> Column:
-    """Return a column with the median of a number over the repetitions."""
+    """Return a column with the median of a metric over the repetitions."""
     return lambda measured, case: f"{measured.median(case, number):{form}}"
 
 
 def spread(number: Metric, form: str = ",.0f") -> Column:
-    """Return a column with the lowest and the highest value of a number."""
+    """Return a column with the lowest and the highest value of a metric."""
 
     def cell(measured: Measurements, case: str) -> str:
         values = measured.values(case, number)
@@ -60,7 +60,7 @@ class Result:
     Attributes:
       columns: Maps headings to columns of the table, except the first column, which
         names the case.
-      shown: Numbers to show in the table, if they differ from the measured ones.
+      shown: Measurements to show in the table instead of `measured`, if any.
       results: Additional results for `result.json`.
     """
 

@@ -20,7 +20,8 @@ def main() -> None:
         if sys.argv[1:2] == ["health"]:
             _run_health_probe(sys.argv[2:])
         if sys.argv[1:2] == ["bench"]:
-            # The processes that multiprocessing starts must also run with -P.
+            # Run Python with -P, so that multiprocessing's child processes do not
+            # import modules from the working directory.
             from envserve.python_process import restart_with_safe_path
 
             restart_with_safe_path("envserve.__main__")
@@ -51,7 +52,7 @@ def _run_health_probe(arguments: list[str]) -> None:
 
             show_error(text)
         else:
-            with contextlib.suppress(OSError):  # stdout is closed: use the exit code
+            with contextlib.suppress(OSError):  # stdout may be closed; exit anyway
                 os.write(1, f"{text}\n".encode())
         sys.exit(code)
 

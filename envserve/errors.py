@@ -68,7 +68,7 @@ class UnknownEnv(EnvserveError, LookupError):
     """
 
     def __new__(cls, *args: object) -> Self:
-        """Combine the class with Gymnasium's, without importing gymnasium."""
+        """Make the error an instance of Gymnasium's class, too, if it is imported."""
         kind = getattr(sys.modules.get("gymnasium.error"), "UnregisteredEnv", cls)
         if not issubclass(cls, kind):
             cls = type(cls.__name__, (cls, kind), {"__module__": cls.__module__})
@@ -76,7 +76,7 @@ class UnknownEnv(EnvserveError, LookupError):
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the class by its name, without Gymnasium's."""
+        """Pickle the original class instead of the class that `__new__` has derived."""
         return UnknownEnv, self.args
 
 
@@ -98,7 +98,7 @@ class EnvError(EnvserveError, RuntimeError):
     """
 
     def __new__(cls, message: str, **fields: Any) -> Self:
-        """Combine the class with the built-in exception that the env raised."""
+        """Make the error an instance of the env's built-in exception class, too."""
         cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
         kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
         if not cause and _BAD_ARGUMENT.search(message):
@@ -122,11 +122,11 @@ class EnvError(EnvserveError, RuntimeError):
         self.remote_traceback = remote_traceback
 
     def __str__(self) -> str:
-        """Return the text; the built-in exception may format it differently."""
+        """Return the text as it is; built-in exceptions such as KeyError quote it."""
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the class by its name, without the built-in exception."""
+        """Pickle the original class instead of the class that `__new__` has derived."""
         fields = dict(env_index=self.env_index, remote_traceback=self.remote_traceback)
         return partial(getattr(self, "_plain", type(self)), self.message, **fields), ()
 

@@ -261,8 +261,8 @@ class Lane(Protocol):
     A block is lost if a fault ends its envs (a worker died, for example). The next step
     of a lost block resets it instead, and its outcome is a lost transition: truncated,
     with a status and a fault. A block in flight is absent while its envs are not
-    available. The block's rows of `final_observation` then contain the last known
-    observations.
+    available. While a block is absent, its rows of `final_observation` contain the last
+    known observations.
 
     A signal handler may raise an exception (KeyboardInterrupt, for example) at any
     point of a call. If `collect` was only waiting, or `submit_step` was sending an

@@ -71,7 +71,8 @@ def search_path() -> list[str]:
     if is_added and working_dir != _ROOT:
         path = [entry for entry in path if entry]
         if len(path) == len(sys.path) and working_dir in path:
-            path.remove(working_dir)  # one entry; PYTHONPATH may contain another
+            # Remove only one entry, because PYTHONPATH may also contain the folder.
+            path.remove(working_dir)
         if working_dir and not writable_by_others(working_dir):
             path.append(working_dir)
     return [os.path.normpath(os.path.join(working_dir, entry)) for entry in path]

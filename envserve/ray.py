@@ -28,7 +28,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _READY: Final = "envserve: ready on "
 #: Seconds until a warning reports servers that have not started.
 _REPORT_SECONDS: Final = 20.0
-#: Interval in seconds between two checks whether Ray drains a server's node.
+#: Seconds between two checks whether Ray drains a server's node.
 _DRAIN_POLL_SECONDS: Final = 1.0
 
 
@@ -145,7 +145,9 @@ class _Server:
         if self._address:
             for task in (self._watch, self._drain_with_node):
                 threading.Thread(target=task, daemon=True).start()
-        else:  # leave time to call `address`; Ray then restarts the actor
+        else:
+            # The server has exited. Wait 10 s, so that `address` can report the reason,
+            # before the actor exits and Ray restarts it.
             threading.Timer(10, os._exit, (1,)).start()
 
     def _forward_output(self) -> str:
@@ -164,7 +166,7 @@ class _Server:
     def _watch(self) -> None:
         import ray
 
-        while self._forward_output():  # the address is printed after each --reload
+        while self._forward_output():  # returns after each --reload of the server
             pass
         if self._process.wait() or self._is_draining:
             os._exit(1)  # Ray restarts the actor, unlike after `ray.kill`
@@ -232,7 +234,7 @@ def _find(namespace: str, name: str) -> list[str]:
             requests.append(ray.get_actor(**actor).address.remote())
     num = len(requests)
     ready = []
-    if requests:  # the actor of a node that has died does not answer
+    if requests:  # do not wait long: the actor of a failed node never answers
         ready = ray.wait(requests, num_returns=num, timeout=1)[0]
         ready = ready or ray.wait(requests, num_returns=1, timeout=4)[0]
     for request in ready:

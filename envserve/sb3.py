@@ -73,7 +73,7 @@ def make_vec_env(
       ValueError: The start method is unknown.
     """
     multiprocessing.get_context(options.pop("start_method", None))
-    if isinstance(addresses, int):  # the third argument is the seed in SB3
+    if isinstance(addresses, int):  # the third argument of SB3's function is the seed
         addresses, seed = None, addresses
     for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
         options.pop(name, None)
@@ -125,7 +125,8 @@ class BatchVecEnv(VecEnv):
         """
         if self.batch.num_in_flight:
             self.batch.drain()
-        options = [each or None for each in self._options]  # some envs reject options
+        # Replace {} with None, because some envs reject all options, even empty ones.
+        options = [each or None for each in self._options]
         self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
@@ -169,7 +170,7 @@ class BatchVecEnv(VecEnv):
         """
         try:
             _, step = self.batch.recv(self.num_envs)
-        except EnvError:  # discard the other rows, whose errors would follow
+        except EnvError:  # discard the other rows, which may have errors, too
             self.batch.drain()
             raise
         except KeyboardInterrupt:
@@ -248,7 +249,7 @@ class BatchVecEnv(VecEnv):
         rows = self._get_indices(indices)
         try:
             names = self.batch.get_attr("wrapper_names", rows)
-        except CallError:  # the env is a vector env, for example
+        except CallError:  # vector envs, for example, have no `wrapper_names`
             names = [()] * len(rows)
         return [wrapper_class.__name__ in row_names for row_names in names]
 

@@ -233,7 +233,7 @@ class EnvRequest(_Validated):
     first_env_index: _U32 = 0
     """Index of the first env's row in the whole batch, which can span several lanes."""
     num_batch_envs: _U32 = 0
-    """Number of rows of the whole batch; 0 if it ends with this request's rows."""
+    """Number of rows of the whole batch; 0 if the rows of this request are its last."""
     first_incarnation: _U32 = 0
     """Number of times that each env was built before, on any host."""
     env_kwargs: EnvKwargs = field(default_factory=dict)
@@ -398,7 +398,7 @@ class HostSettings(WorkerSettings):
     read and change its traffic."""
 
     def __post_init__(self) -> None:
-        """Validate all fields; add user envs to `import_modules`; raise ValueError."""
+        """Validate all fields, and add the offered user envs to `import_modules`."""
         super().__post_init__()
         names = tuple(map(with_absolute_path, self.env_names or ()))
         vector_names = map(with_absolute_path, self.vector_envs)

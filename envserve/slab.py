@@ -50,7 +50,7 @@ class Status(enum.IntEnum):
     PENDING = 5
     """Padding: nothing happened, because the env or its server is not available."""
     LATE = 6
-    """The result of an action that was sent before the padding."""
+    """The delayed result of an action that was sent before the row became padding."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def private_heartbeat() -> memoryview:
 
 
 def next_beat(beat: int, row: int) -> int:
-    """Return the next heartbeat, for a call of the env of `row`."""
+    """Return the heartbeat that follows `beat` when the env of `row` is called."""
     return (beat & -BEAT_INCREMENT) + BEAT_INCREMENT + row + 1
 
 
@@ -178,7 +178,7 @@ def map_arrays(layout: Layout, buffer: Any) -> list[Array]:
 
 
 def _aligned(nbytes: int) -> int:
-    """Return the size of an array with its padding, which is at least one byte."""
+    """Return the size of an array in bytes, with at least one byte of padding."""
     return (nbytes // _ALIGNMENT + 1) * _ALIGNMENT
 
 
@@ -219,7 +219,7 @@ def write_lost(rows: Rows, index: slice, status: Status) -> None:
 
 
 def write_pending(rows: Rows, index: slice) -> None:
-    """Write padding into some rows: reward 0, not ended, observations unchanged."""
+    """Turn rows into padding: reward 0, no end of episode, unchanged observations."""
     rows.reward[index] = 0.0
     rows.terminated[index] = False
     rows.truncated[index] = False

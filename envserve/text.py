@@ -19,10 +19,10 @@ from msgspec import Meta
 #: A name in a message, such as that of an env or client; at most 200 characters.
 Name = Annotated[str, Meta(max_length=200)]
 
-#: Pattern of the folders in the path of a traceback line, or in another absolute path.
+#: Matches the folders of an absolute path, in a traceback line or elsewhere.
 _FOLDERS: Final = re.compile(r'(?<=File ")/[^"\n]*/|(?<![\w:/.])/(?:[^\s/\'"]+/)+')
-#: Pattern of the clone's path in an install command; `without_folders` replaces it with
-#: ".".
+#: Matches the path of the clone in an install command; `without_folders` replaces the
+#: path with ".".
 _CLONE: Final = re.compile(r"-e '/[^'\n]*(?=\[\w+\]')")
 #: Minimum time in seconds between two log lines of the same kind.
 LOG_INTERVAL: Final = 1.0
@@ -36,7 +36,7 @@ _NUMBER: Final = re.compile(r"\d|^(nan|inf)$")
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
 _SEPARATOR: Final = re.compile(r"[:/]")
-#: If there are at most this many known names, all of them are shown.
+#: If no known name is similar, at most this many known names are listed.
 _MAX_SHOWN_NAMES: Final = 5
 
 
@@ -116,9 +116,9 @@ def install_command(extra: str) -> str:
 def words_without_numbers(text: str) -> tuple[str, ...]:
     """Return the last words of a message, to compare messages that differ in numbers.
 
-    Words that contain a digit (seeds, ids, addresses, coordinates) and punctuation are
-    omitted. A line of a traceback that names a file counts as one word, because its
-    line number distinguishes faults with the same text.
+    Words that contain a digit (seeds, ids, addresses, coordinates) are omitted, and so
+    is punctuation. A line of a traceback that names a file counts as one word, because
+    its line number distinguishes faults with the same text.
 
     Args:
       text: The text; only its last 4,096 characters are considered.

@@ -73,7 +73,7 @@ class BatchVectorEnv(BaseVectorEnv):
         Returns:
           Observations and infos, in the order of `env_id`.
         """
-        if self.batch.num_in_flight:  # after Ctrl-C, for example
+        if self.batch.num_in_flight:  # Ctrl-C has interrupted a step, for example
             self.batch.drain()
         rows = self._wrap_id(env_id)
         indices = None if env_id is None else rows
@@ -90,7 +90,7 @@ class BatchVectorEnv(BaseVectorEnv):
         self.batch.send(np.asarray(action), rows, together=True)
         try:
             _, step = self.batch.recv(env_indices=rows)
-        except EnvError:  # discard the other rows, whose errors would follow
+        except EnvError:  # discard the other rows, which may have errors, too
             self.batch.drain()
             raise
         # Tianshou's buffers cannot store strings that only some rows have, such as the

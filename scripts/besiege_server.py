@@ -44,7 +44,7 @@ MAX_ABSENCE_SECONDS: Final = 3.0
 
 
 class Measured(NamedTuple):
-    """Durations of a step and of connecting (99th percentiles), and server memory."""
+    """99th percentiles of step and connection times, and the server's memory."""
 
     step_ms: float
     connect_seconds: float
@@ -62,7 +62,7 @@ class UnknownKeyClient:
         self._until = time.monotonic() + 1.0
 
     def is_disconnected(self) -> bool:
-        """Return True after a second, in which the server must reject the client."""
+        """Return whether the time has passed in which the server must disconnect."""
         return time.monotonic() > self._until
 
 
@@ -98,7 +98,7 @@ def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> N
 def strangers(
     server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
 ) -> Iterator[None]:
-    """Run `besiege` in a separate process during the block."""
+    """Run `besiege` in a separate process until the `with` block ends."""
     keys = KeyFolder().key("server")
     assert keys is not None
     spawn = multiprocessing.get_context("spawn")

@@ -61,7 +61,7 @@ class Cluster:
     def command(self, host: str, words: list[str]) -> list[str]:
         """Return the command line that runs `words` on a host.
 
-        Paths in volumes are replaced with paths in the folder.
+        Paths in volumes are replaced with paths in `self.folder`.
         """
         program, *rest = words
         arguments = [word.replace("/keys", f"{self.folder}/keys") for word in rest]
@@ -70,7 +70,7 @@ class Cluster:
     def environment(self, service: str) -> dict[str, str]:
         """Return a service's environment variables.
 
-        Paths in volumes are replaced with paths in the folder.
+        Paths in volumes are replaced with paths in `self.folder`.
         """
         variables = self.services[service].get("environment", {})
         home = variables.get("ENVSERVE_HOME", "/nowhere")
@@ -183,7 +183,7 @@ def rehearse(cluster: Cluster) -> None:
         return len(rows_of(run)) >= num_rows
 
     def has_moved(before: int) -> bool:
-        """Return whether rows after `before` have lost steps, but not the last row."""
+        """Return whether metrics after row `before` show lost steps and a recovery."""
         fractions = [row["valid_fraction"] for row in rows_of(run)[before:]]
         return min(fractions, default=1.0) < 1.0 == fractions[-1]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-#: Maps sections of the navigation to factors of their pages' ranks in search results.
+#: Maps sections of the docs to factors for the search ranks of their pages.
 _SEARCH_BOOSTS = {"Get started": 4, "Explanation": 0.5, "Developers": 0.1}
 
 

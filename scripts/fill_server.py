@@ -65,7 +65,7 @@ def let_in(home: Path, address: str) -> CurveKeys:
 
 
 def send_with_one_id(address: str, home: Path) -> None:
-    """Send endlessly over four connections with the same id; the server reads one."""
+    """Send endlessly over four connections with one id; the server reads just one."""
     with zmq.Context() as context:
         peers = [context.socket(zmq.DEALER) for _ in range(4)]
         for peer in peers:

@@ -83,7 +83,7 @@ class Peer(Attacker):
         self._renew()
 
     def _renew(self) -> None:
-        """Create the next operation of the lease, also for the mutated messages."""
+        """Create the lease's next operation, which is also one of those to mutate."""
         self._seq += 1
         kind, body = MessageType.STEP, bytes(8)
         if self._seq == 1:
@@ -100,7 +100,7 @@ class Peer(Attacker):
         self.valid[2] = encode(self._next_operation)
 
     def step(self) -> None:
-        """Step the env; the server then has handled all earlier messages.
+        """Step the env, which ensures that the server has handled earlier messages.
 
         If a mutated message has ended the lease, attach in a new session.
         """
@@ -178,7 +178,7 @@ def send_as_another(
       attach: Body of the ATTACH message of the other client.
 
     Returns:
-      The number of answers, and the different answers for each of the two sessions.
+      The number of answers, and the distinct answers for each of the two sessions.
     """
 
     @functools.cache
@@ -232,7 +232,7 @@ def send_as_another(
 
 
 def as_attacker(home: Path, cores: Cores, run: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a separate process with the attacker's keys."""
+    """Run a function in a process with the attacker's keys; return its result."""
     spawn = multiprocessing.get_context("spawn")
     with (
         cores.of("attacker"),
@@ -267,7 +267,7 @@ def memory_of(pid: int) -> Iterator[bytes]:
 
 
 def places_of(server: ServerProcess, folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield data that other users may read, with its place.
+    """Yield the place and the contents of all data that other users may read.
 
     The places are command lines, the memory of workers, the log and crash files.
     """

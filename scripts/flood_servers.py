@@ -137,11 +137,11 @@ class _Peer:
         return answer.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
-        """Attach and reset envs; return a request for the flight record of one env.
+        """Attach and reset envs; return a FRAME request for one env's flight record.
 
         The request is returned as a message type and a body.
         """
-        # The leases of an earlier flood expire some seconds after it.
+        # The leases of an earlier flood expire only some seconds after the flood.
         while not self.attach("CartPole-v1", _NUM_ENVS):
             time.sleep(0.1)
         self.request(*_BODIES["reset"])
@@ -202,7 +202,7 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
 
 @contextlib.contextmanager
 def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
-    """Flood a server from a separate process, with a secret key, during the block."""
+    """Flood a server from a separate process until the `with` block ends."""
     script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     command = python_command(script, "--flood", kind, address, str(count))
     environment = os.environ | {"FLOOD_KEY": key}

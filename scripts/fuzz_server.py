@@ -101,7 +101,7 @@ class FuzzingClient:
             self._last_step = replace(self._last_step, attempt=attempt)
         messages = [
             *[step] * 3,
-            *[self._last_step or step] * 3,  # a duplicate, which gets the same answer
+            *[self._last_step or step] * 3,  # copies, which get the same answer
             self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
             self._message(MessageType.RESET, self._next(), reset),
             self._message(MessageType.CALL, self._next()[:1], call),
@@ -202,7 +202,7 @@ class FuzzingClient:
 def malformed_rounds(
     client: FuzzingClient, random: np.random.Generator
 ) -> Iterator[list[Sequence[Buffer]]]:
-    """Yield rounds of messages: most in the session, some outside, some random."""
+    """Yield lists of malformed messages; most of them belong to the session."""
     inside = client.in_session()
     outside = valid_messages(client.boot)
     mutated, arbitrary = mutated_messages(inside, random), random_messages(random)

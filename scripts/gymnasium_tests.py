@@ -45,7 +45,7 @@ _count = itertools.count()
 
 
 def make_pickled(path: str) -> gymnasium.Env[Any, Any]:
-    """Create the next env of a worker, which creates its envs in row order."""
+    """Create the env of the next row; the worker creates its envs in row order."""
     functions = pickle.loads(Path(path).read_bytes())
     env: gymnasium.Env[Any, Any] = functions[next(_count) % len(functions)]()
     return env
@@ -55,7 +55,7 @@ gymnasium.register(ENV, f"{SELF}:make_pickled")
 
 
 def expected_failures() -> dict[str, str]:
-    """Return a dict from ids of tests that may fail to the reasons."""
+    """Return a dict from the id of each test that may fail to the reason."""
     lines = (HERE / f"{SELF}.txt").read_text().splitlines()
     entries = [line.partition("  # ") for line in lines if line and line[0] != "#"]
     return {name.strip(): reason for name, _, reason in entries}
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--tcp", action="store_true", help="run the envs on a server")
     options, arguments = parser.parse_known_args()
     if sum("tests/vector" in name for name in expected_failures()) > MAX_EXPECTED:
-        parser.error(f"{SELF}.txt: expected at most {MAX_EXPECTED} in tests/vector")
+        parser.error(f"{SELF}.txt: expected at most {MAX_EXPECTED} tests/vector tests")
     source = options.source.resolve()
     path = [str(HERE), str(HERE.parent), str(source), os.environ.get("PYTHONPATH", "")]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}

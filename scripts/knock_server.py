@@ -89,7 +89,7 @@ def use_up_keys(server: ServerProcess, public: bytes) -> dict[str, tuple[Any, ..
 
 
 def count_accepted(make: Callable[..., Stranger | KeyedStranger], tries: int) -> int:
-    """Return the number of connections that the server accepted."""
+    """Connect `tries` clients; return the number that the server accepted."""
     count = 0
     for start in range(0, tries, _CHUNK_SIZE):
         peers = [make() for _ in range(min(_CHUNK_SIZE, tries - start))]

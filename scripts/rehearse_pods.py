@@ -36,7 +36,7 @@ SERVERS = pod_spec("Deployment", "envs")
 TRAINER = pod_spec("Job", "trainer")
 #: Timeout for starting TensorFlow and running some iterations.
 TIMEOUT_SECONDS = 240
-#: Options of all runs, and of a run that continues until it is stopped.
+#: Options of all runs, and those of a run that does not end by itself.
 COMMON = ("--set", "evaluation_episodes=5", "--set", "callbacks=runs/rows.py:check")
 ENDLESS = ("--set", "total_steps=100000000", "--set", "checkpoint_seconds=1", *COMMON)
 #: The trainer's callback, which aborts training at a wrong row.
@@ -89,7 +89,7 @@ class Cluster:
         self.names.publish(*self.servers.values())
 
     def remove_server(self, name: str) -> Pod:
-        """Remove a pod, and its address from the service's name."""
+        """Remove a pod, and remove its address from the name of the service."""
         pod = self.servers.pop(name)
         self.names.publish(*self.servers.values())
         return pod
@@ -99,7 +99,7 @@ class Cluster:
         return Pod("trainer", TRAINER, self.hosts, "gpu", self.folder)
 
     def start_trainer(self, *more: str) -> None:
-        """Wait for the trainer's init containers, and start it."""
+        """Wait for the init containers of the trainer, and start the trainer."""
         pod = self.trainer
         wait_for("the trainer has keys and servers", pod.is_initialised)
         pod.start(*more)
@@ -144,7 +144,7 @@ class Cluster:
         self.names.close()
 
 
-def end(pod: Pod, code: int, seconds: float) -> None:
+def expect_exit(pod: Pod, code: int, seconds: float) -> None:
     """Wait until a pod has exited, and check its exit code."""
     wait_for(f"{pod.name} ends", lambda: pod.process.poll() is not None, seconds)
     if pod.process.returncode != code:
@@ -156,7 +156,7 @@ def end(pod: Pod, code: int, seconds: float) -> None:
 def evict(pod: Pod, code: int) -> None:
     """Terminate a pod; it must exit with `code` within its grace period."""
     pod.terminate()
-    end(pod, code, pod.spec["terminationGracePeriodSeconds"])
+    expect_exit(pod, code, pod.spec["terminationGracePeriodSeconds"])
 
 
 def action_of(code: int) -> str:
@@ -222,7 +222,7 @@ def rehearse_trainer(cluster: Cluster) -> None:
     steps = rows_of(cluster.run)[-1]["steps"]
     cluster.trainer = cluster.new_trainer()
     cluster.start_trainer("--set", f"total_steps={steps + 10_000}", *COMMON)
-    end(cluster.trainer, 0, TIMEOUT_SECONDS)
+    expect_exit(cluster.trainer, 0, TIMEOUT_SECONDS)
     counts = [row["steps"] for row in rows_of(cluster.run)]
     if counts != sorted(set(counts)) or counts[-1] <= steps:
         raise ChildProcessError(f"expected increasing steps, got {counts}")

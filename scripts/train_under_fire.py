@@ -39,7 +39,7 @@ from tests.envserve.server_process import ServerProcess
 GOAL = 475.0  # mean return of 100 evaluation episodes
 STEPS = 150_000
 WORKER_SECONDS = 1.0
-FIRST_SERVER_SECONDS = 5.0  # so short that training on a fast machine is not over
+FIRST_SERVER_SECONDS = 5.0  # short, so that training on a fast machine has not ended
 SERVER_SECONDS = 20.0
 OPTIONS = ("--workers", "1", "--log-level", "error")
 
@@ -48,7 +48,7 @@ OPTIONS = ("--workers", "1", "--log-level", "error")
 def run_in_thread(
     change: Callable[[threading.Event, Counter[str]], None],
 ) -> Iterator[Counter[str]]:
-    """Run `change` in a thread during the block; yield its counts."""
+    """Run `change` in a thread until the `with` block ends; yield its counts."""
     is_over, counts = threading.Event(), Counter[str]()
     thread = threading.Thread(target=change, args=(is_over, counts))
     thread.start()
@@ -62,7 +62,7 @@ def run_in_thread(
 def kill_repeatedly(
     servers: Sequence[ServerProcess],
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill workers and servers during the block; yield the number of each."""
+    """Kill workers and servers until the `with` block ends; yield the counts."""
 
     def kill(is_over: threading.Event, killed: Counter[str]) -> None:
         next_server = time.monotonic() + FIRST_SERVER_SECONDS
@@ -86,7 +86,7 @@ def kill_repeatedly(
 def swap(
     servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
 ) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill one server, drain one and add one during the block; yield the counts.
+    """Kill one server, add one and drain one in the `with` block; yield the counts.
 
     The address of a server is added to `left` before it is killed or drained.
     """
@@ -114,9 +114,8 @@ class RowCheck:
     """
 
     def __init__(self) -> None:
-        self.left: set[str] = (
-            set()
-        )  # addresses of servers that have left or are leaving
+        #: Addresses of servers that have been killed or drained.
+        self.left: set[str] = set()
         self.num_steps = self.moved = self.missing = 0
 
     def watch(self, env: BatchEnv) -> BatchEnv:

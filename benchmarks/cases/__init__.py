@@ -1,1 +1,1 @@
-"""Cases without TensorFlow: envserve, bare loops over envs, and other projects."""
+"""Benchmark cases that do not load TensorFlow."""

@@ -44,7 +44,7 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
 
     def step(self, action: np.int64) -> Transition:
         self._step += 1
-        truncated = self._step == self._episode_length  # never equal if the length is 0
+        truncated = self._step == self._episode_length  # never true for length 0
         return self._observation, 0.0, False, truncated, {}
 
 
@@ -98,7 +98,7 @@ class BusyEnv(_ConstantEnv):
 
     def step(self, action: np.int64) -> Transition:
         """Use CPU time, and count the step."""
-        # The CPU time of this thread does not depend on other processes.
+        # Measure CPU time, because other processes affect the elapsed time.
         end = time.thread_time() + self._step_seconds
         while time.thread_time() < end:
             pass
@@ -113,10 +113,10 @@ class ImageEnv(_ConstantEnv):
 
 
 class RequestEnv(gymnasium.Env[Array, Array]):
-    """Env that returns the number of the last request and the number of steps so far.
+    """Env that echoes a number from the action, to check which action a step answers.
 
-    The action is int64 `[2]`: the number of the request, and its duration in
-    microseconds. The observation is int64 `[2]`: the request number and the step count.
+    The action is int64 `[2]`: the number, and the duration of the step in microseconds.
+    The observation is int64 `[2]`: the number, and the number of steps since the reset.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class RequestEnv(gymnasium.Env[Array, Array]):
         return np.array([-1, 0], np.int64), {}
 
     def step(self, action: Array) -> Transition:
-        """Sleep for the duration of the request, and count the step."""
+        """Sleep for the duration in the action, and count the step."""
         request, microseconds = action.tolist()
         time.sleep(microseconds / 1e6)
         self._steps += 1

@@ -114,7 +114,7 @@ def bare_slab(load: Workload) -> Iterator[Measure]:
 def _work(
     load: Workload, rows: list[int], actions: Any, slab: list[Any], peer: socket.socket
 ) -> None:
-    """Step the envs of `rows` whenever the peer sends a byte."""
+    """Step the envs of `rows` once per byte received; write the results to `slab`."""
     observations, rewards, terminated, truncated = slab
     envs = [(row, make_env(load.env_name, load.env_kwargs)) for row in rows]
     for row, env in envs:

@@ -1,4 +1,4 @@
-"""Cases of envserve: envs in-process, on one server over ipc or tcp, or on two."""
+"""Cases that step envs with envserve: in-process, on one server, or on two servers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BINDS_BY_CASE = {
 
 
 def our_cases(load: Workload) -> list[Case]:
-    """Return a case per transport, one over tcp without keys, and one of `make_vec`."""
+    """Return the cases of `BatchEnv`, and a case that steps `make_vec` in-process."""
     return [
         Case(name, stepping_batch_env, {"load": load, "binds": binds})
         for name, binds in _BINDS_BY_CASE.items()
@@ -46,7 +46,7 @@ def stepping_without_keys(load: Workload) -> Iterator[Measure]:
 
 @contextlib.contextmanager
 def stepping_vector_env(load: Workload) -> Iterator[Measure]:
-    """Step the envs of `make_vec` in-process, with infos in every step."""
+    """Step the vector env of `make_vec` in-process; each step returns all infos."""
     envs = make_vec(
         load.env_name,
         load.num_envs,

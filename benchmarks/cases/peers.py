@@ -35,7 +35,7 @@ PEERS = {
     TIANSHOU: "tianshou",
     ENVPOOL: "EnvPool",
 }
-"""Names of the cases of other projects, with short names for column headings."""
+"""Maps the case of each other project to a short name for column headings."""
 
 
 def import_peer(module: str) -> Any:
@@ -69,7 +69,8 @@ def sb3_subprocess(load: Workload) -> Iterator[Measure]:
 def tianshou_shared_memory(load: Workload) -> Iterator[Measure]:
     """Step Tianshou's envs: one process per env, rows in shared memory.
 
-    The caller resets envs whose episode has ended.
+    Tianshou does not reset envs automatically, so each measured step includes the reset
+    of envs whose episode has ended.
     """
     envs = import_peer("tianshou.env").ShmemVectorEnv(load.env_functions())
 
@@ -117,7 +118,7 @@ def _envpool_with(load: Workload) -> Any:
 
 
 def peer_cases(load: Workload) -> list[Case]:
-    """Return a case for each project, and one of EnvPool's envs on envserve."""
+    """Return one case per project, and one that runs EnvPool's envs on envserve."""
     work = {"load": load}
     return [
         Case(SYNC, vector_env, {**work, "kind": "SyncVectorEnv"}),

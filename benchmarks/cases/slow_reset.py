@@ -51,7 +51,7 @@ def slow_reset(
     fast = replace(slow, env_kwargs={**env, "reset_seconds": 0.0})
     steps = {
         "num_steps": episodes * episode_length,
-        # Exclude the first episode of each env (and each spare env), which is shorter.
+        # The first episodes of each env and of its spare env are shorter: exclude both.
         "first_steps": 2 * episode_length if staggered else 0,
     }
     spare = {"spare_envs": True}

@@ -78,7 +78,10 @@ def start(
 
 @contextlib.contextmanager
 def fresh_script(code: str, after: str) -> Iterator[Measure]:
-    """Run a script in a new interpreter, and time it from its first line."""
+    """Time statements in a new interpreter; `after` contains statements to run untimed.
+
+    The startup of the interpreter is not measured.
+    """
     script = _TIMED.format(code=code, after=after)
     command = python_command(script)
 

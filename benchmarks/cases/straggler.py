@@ -1,6 +1,7 @@
-"""`straggler`: the cost of one slow env if rows are received as soon as possible.
+"""`straggler`: the cost of one slow env if rows are received as soon as they are ready.
 
-Every reply contains the number of its request, which is checked.
+Each reply contains the number of the request that it answers, so that the benchmark can
+check that no reply is lost or reaches another row.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ def sending(
         all_rows = np.arange(load.num_envs)
 
         def measure() -> Mapping[str, float]:
-            batch.send(requests.draw(all_rows))
+            batch.send(requests.new_requests(all_rows))
             started, steps = time.perf_counter(), 0
             while time.perf_counter() - started < load.seconds:
                 rows, result = batch.recv(min_envs)
                 steps += len(rows)
                 requests.check(rows, result.observation, result.valid)
-                batch.send(requests.draw(rows), rows)
+                batch.send(requests.new_requests(rows), rows)
             elapsed = time.perf_counter() - started
             rows, result = batch.recv(load.num_envs)  # complete all steps in progress
             requests.check(rows, result.observation, result.valid)
@@ -120,7 +121,7 @@ def stepping_all(
         def measure() -> Mapping[str, float]:
             started, steps = time.perf_counter(), 0
             while time.perf_counter() - started < load.seconds:
-                result = batch.step(requests.draw(all_rows))
+                result = batch.step(requests.new_requests(all_rows))
                 requests.check(all_rows, result.observation, result.valid)
                 steps += load.num_envs
             elapsed = time.perf_counter() - started
@@ -140,8 +141,8 @@ class _Requests:
         self._next = 0
         self._count = 0
 
-    def draw(self, rows: Array) -> Array:
-        """Return new requests `[len(rows), 2]` for some rows; no number is reused."""
+    def new_requests(self, rows: Array) -> Array:
+        """Return requests with new, unique numbers as an array `[len(rows), 2]`."""
         self._requests[rows, 0] = np.arange(self._next, self._next + len(rows))
         self._next += len(rows)
         self._steps[rows] += 1

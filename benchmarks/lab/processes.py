@@ -15,7 +15,7 @@ import psutil
 
 @contextlib.contextmanager
 def own_keys() -> Iterator[None]:
-    """Keep the keys of servers and clients in a temporary folder during the block."""
+    """Use a temporary key folder for servers and clients inside the `with` block."""
     with tempfile.TemporaryDirectory() as folder:
         home = {"ENVSERVE_HOME": os.path.join(folder, "home")}
         with mock.patch.dict(os.environ, home):

@@ -43,7 +43,7 @@ class Cores:
 
     @contextlib.contextmanager
     def of(self, side: str) -> Iterator[None]:
-        """Run this thread, and the processes that it starts, on a side's cores."""
+        """Use a side's cores for this thread, and for processes that it starts."""
         if not self._assigned:
             yield
             return

@@ -112,8 +112,8 @@ def learning_ours(
                 RunFolder.create(Path(folder, "run"), config),
                 env_maker(config, num_workers=workers),
                 on_progress=last.append,
-                # `should_stop` is called before `on_progress`, so training ends one
-                # iteration later.
+                # `train` calls `should_stop` before `on_progress`, so training ends one
+                # iteration after the one that reaches the goal.
                 should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
             )
         seconds = time.perf_counter() - started

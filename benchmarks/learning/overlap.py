@@ -138,7 +138,7 @@ def overlap(
 
 
 def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
-    """Return the number of layers for which the policy takes `microseconds`."""
+    """Return the number of layers with which a policy call takes `microseconds`."""
     few, many = _CALIBRATION_LAYERS
     cases = [
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
@@ -181,7 +181,7 @@ def policy_alone(rows: int, layers: int, seconds: float) -> Iterator[Measure]:
 def rolling_out(
     load: Workload, layers: int, horizon: int, num_splits: int
 ) -> Iterator[Measure]:
-    """Measure rollouts with the busy policy."""
+    """Measure rollouts with `busy_policy`."""
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv
     from ppo.simulate import Simulation
@@ -192,9 +192,9 @@ def rolling_out(
 
 
 def busy_policy(layers: int) -> Any:
-    """Return a policy whose number of matrix products is `layers`.
+    """Return a policy that computes `layers` matrix products per call.
 
-    The time of each product is proportional to the number of rows.
+    The duration of each product is proportional to the number of rows.
     """
     import tensorflow as tf
 

@@ -133,10 +133,10 @@ def timing_envs(load: Workload, binds: tuple[str, ...]) -> Iterator[Measure]:
 
 
 def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
-    """Return the time of the slowest worker, or of all workers divided by `cores`.
+    """Return the minimum time in which the workers can do the work of all envs.
 
-    The result is the larger of these times, because workers that outnumber the cores
-    cannot all run at the same time.
+    It is the larger of two times: that of the slowest worker, and that of all workers
+    divided by `cores`. Workers that outnumber the cores cannot all run simultaneously.
 
     Args:
         spent: Time of each env, in row order.

@@ -23,7 +23,7 @@ from ppo.errors import BadInputError
 
 @dataclass(frozen=True)
 class RolloutLoad:
-    """The work of a case.
+    """The envs and the rollout length of a case.
 
     Attributes:
         load: The envs, and the duration of a measurement.

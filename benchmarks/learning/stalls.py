@@ -20,7 +20,7 @@ _STALLS, _NO_STALLS = "stalls", "no stalls"
 
 
 def case_name(stalls: str, act_on: float) -> str:
-    """Return the name of a case: whether steps stall, and the value of `act_on`."""
+    """Return the name of a case; `stalls` is "stalls" or "no stalls"."""
     return f"{stalls}, act_on {act_on:g}"
 
 

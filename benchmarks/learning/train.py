@@ -111,12 +111,12 @@ def train(
 
 @contextlib.contextmanager
 def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
-    """Train with `ppo.train.train`, which pauses between measurements."""
+    """Train with `ppo.train.train`; training is paused between measurements."""
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train
 
-    # Write only the first checkpoint, because SB3 writes none.
+    # SB3 writes no checkpoints, so write none after the first.
     config = config.replace(
         total_steps=_ENDLESS,
         checkpoint_seconds=float(_ENDLESS),
@@ -132,8 +132,8 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
             on_progress=lambda progress: gate.arrive(),
             should_stop=lambda: gate.is_closed,
         )
-        with gate.kept_by(run):
-            gate.let_pass(1)  # compiles the update
+        with gate.run_in_thread(run):
+            gate.let_pass(1)  # do not measure the first iteration, which compiles
 
             def measure() -> Mapping[str, float]:
                 seconds = gate.let_pass(iterations)
@@ -174,7 +174,7 @@ class Gate:
         return time.perf_counter() - started
 
     @contextlib.contextmanager
-    def kept_by(self, train: Callable[[], Any]) -> Iterator[None]:
+    def run_in_thread(self, train: Callable[[], Any]) -> Iterator[None]:
         """Run `train` in a thread; stop it at the end of the `with` block."""
 
         def run() -> None:

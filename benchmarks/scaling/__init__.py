@@ -1,1 +1,1 @@
-"""The costs for a trainer of a batch that is spread over many servers."""
+"""A trainer's costs when it steps a batch that is spread over many servers."""

@@ -16,7 +16,7 @@ _ENV_US: Final = (10, 100, 1_000, 10_000)
 _SIZES: Final = (16, 1_024, 28_224)
 _LARGE: Final = Point(64, 16, 16)
 _CLOCKS: Final[tuple[Clock, ...]] = get_args(Clock)
-#: Maps keys in scaling.json to rows of the table of joining and leaving servers.
+#: Maps keys in scaling.json to rows of the table about joining and leaving servers.
 _PHASES: Final = {
     "calm": "undisturbed",
     "leaving": "a server leaves",
@@ -26,7 +26,7 @@ Points = Mapping[str, Sequence[Point]]
 
 
 def write_document(path: Path, numbers: Mapping[str, Any]) -> None:
-    """Replace the tables in a page; two marks that name a table enclose it."""
+    """Replace the tables in a page; each is enclosed by two marks with its name."""
     for name, table in tables(numbers).items():
         replace_marked(path, name, table)
 
@@ -110,7 +110,7 @@ def _check_table(points: Points, part: str) -> str:
 
 
 def _goal_table(points: Points, attach: Mapping[str, Any]) -> str:
-    by_key = {p[:8]: p for p in points["check"]}  # without the measured values
+    by_key = {p[:8]: p for p in points["check"]}  # a key is a point without its costs
     one, many = by_key[Point(1, 1024, 16)[:8]], by_key[_LARGE[:8]]
     rows = [
         [

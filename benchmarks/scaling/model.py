@@ -70,12 +70,12 @@ def fit(points: Sequence[Point], clock: Clock) -> Model:
 
 
 def errors(model: Model, points: Sequence[Point], clock: Clock) -> list[float]:
-    """Return the relative error of the prediction for each point, in their order."""
+    """Return the relative error of the model's prediction for each point."""
     return [model.predict(p) / getattr(p, clock) - 1.0 for p in points]
 
 
 def slowdown(points: Sequence[Point], model: Model) -> float:
-    """Return the median ratio of measured to predicted CPU time of the thread."""
+    """Return the median ratio of measured to predicted time of the stepping thread."""
     return statistics.median(point.thread / model.predict(point) for point in points)
 
 
@@ -100,7 +100,8 @@ def plan(
       round_trip_us: Round-trip time of the network in microseconds.
     """
     envs = CORES * ENVS_PER_CORE
-    # Each worker steps its part of a split. A batch step consists of both splits.
+    # A batch step steps both splits in turn: a worker steps all of its envs once, and
+    # each split requires one round trip.
     stepping_us = env_us * ENVS_PER_CORE + 2 * round_trip_us
 
     def handling_us(hosts: int) -> float:

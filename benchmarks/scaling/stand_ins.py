@@ -56,7 +56,7 @@ NO_STALLS: Final = Stalls()
 
 
 class _Pool:
-    """The rows of one lease."""
+    """The spaces, blocks and rows of one lease, without workers."""
 
     def __init__(self, settings: PoolSettings) -> None:
         size = int(settings.env_name.removeprefix(NAME))

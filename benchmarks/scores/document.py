@@ -21,9 +21,9 @@ NUM_TEXTS = 4
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:
-    """Return one number per seed, whose mean is the value of a measure.
+    """Return one number per seed; their mean is the value of the measure.
 
-    `Task.measure` describes the measures.
+    See `Task.measure` for the possible measures.
     """
     if measure == "E":
         return [score.final for score in scores]

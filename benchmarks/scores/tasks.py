@@ -63,7 +63,7 @@ class Task:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The current settings that influence learning, unless 0, False or empty."""
+        """The current settings that influence learning and are not 0, False or ""."""
         values = json.loads(json.dumps(vars(self.make_config(0)))).items()
         return {k: v for k, v in values if v and not _ASIDE.match(k)}
 

@@ -90,7 +90,7 @@ def _time_breakdown(measured: Measurements, num_envs: int) -> list[str]:
     """Return sentences that state how long each part of a batch step takes."""
     total = measured.median(_IN_PROCESS, MICROSECONDS)
     parts = {
-        # Time in which the bare loops step all envs once.
+        # The bare loops spend all their time in the envs.
         "envs": 1e6 * num_envs / measured.median(_LIMIT, SPEED),
         "client": measured.median(_IN_PROCESS, THREAD),
     }

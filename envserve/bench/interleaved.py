@@ -1,4 +1,4 @@
-"""Measure cases alternately, so that changes in the machine's speed affect all alike.
+"""Measure cases alternately, so that changes in the machine's speed affect all cases.
 
 A ratio compares two cases within the same round; results are medians over the rounds.
 """
@@ -23,7 +23,7 @@ Measure = Callable[[], Mapping[str, float]]
 Metric = str | Callable[[Mapping[str, float]], float]
 """Name of a result, or a function that computes a value from the results of a round."""
 
-#: Names of results: env steps per second, mean microseconds per batch step, and CPU
+#: Names of metrics: env steps per second, mean microseconds per batch step, and CPU
 #: time of the stepping thread in microseconds per batch step.
 SPEED, MICROSECONDS, THREAD = "steps_per_second", "us_per_batch_step", "thread_us"
 _WARM_UP_SECONDS: Final = 0.1
@@ -117,7 +117,7 @@ def time_each(
 
 
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
-    """Return the results of a measurement.
+    """Return the speed, and the mean, p50 and p99 microseconds of a batch step.
 
     Args:
       durations: Duration of each batch step in seconds.

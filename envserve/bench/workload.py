@@ -53,7 +53,7 @@ class Workload:
             raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
 
     def actions(self) -> list[Any]:
-        """Return action batches, each `[num_envs, ...]`; equal ones in every call."""
+        """Return batches of actions `[num_envs, ...]`, the same ones in each call."""
         space = self.action_space()
         space.seed(0)
         return [space.sample() for _ in range(_NUM_ACTION_BATCHES)]

@@ -143,7 +143,7 @@ class ProbeClient:
         self._sent_at = time.monotonic()
 
     def message(self, kind: int, body: bytes = b"", **changes: Any) -> Message:
-        """Return a message with a valid prefix, except for the fields in `changes`."""
+        """Return a message of this session, in which `changes` replace some fields."""
         self.num_requests += 1
         ids = {"session": self.session, "boot": self.subject.boot, "epoch": self.epoch}
         ids |= {"request": self.num_requests}
@@ -171,13 +171,13 @@ class ProbeClient:
         return message
 
     def answer(self, *copies: Message) -> Message:
-        """Return the answer to a message that was sent, or to one of its copies.
+        """Return the answer to a message that was sent once or several times.
 
         If the message is an operation, the timeout is extended while PONG lists one of
         its blocks as running.
 
         Args:
-          copies: The message, followed by its copies.
+          copies: The message and its copies, in the order in which they were sent.
         """
         first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)
@@ -325,7 +325,8 @@ class ProbeClient:
         """Return a STEP of all blocks.
 
         The actions depend only on the number of earlier steps, so that equal leases
-        get equal actions. `first`, if given, replaces all values of the first leaf.
+        get equal actions. `first`, if given, replaces all values of the first leaf of
+        the actions.
         """
         self._actions.seed(self.num_steps)
         num_rows = len(self._rows.reward)

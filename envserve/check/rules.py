@@ -48,8 +48,8 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: For each rule: the check, and whether its client holds a lease; see `rule`. The keys
-#: are the results of a server that follows all rules.
+#: Maps each rule to its check, and to whether the check's client holds a lease. A rule
+#: is represented by the result of a server that follows it.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
@@ -337,9 +337,9 @@ def given_seeds(c: ProbeClient) -> None:
 def _play_until_end(c: ProbeClient, autoreset: str) -> tuple[int, list[bytes]]:
     """Step until an episode ends; check that its row shows the final observation.
 
-    A second lease with autoreset "same_step" provides the expected observations: when
-    an episode ends, its results contain both the final observation of the episode and
-    the first observation of the next one.
+    The expected observations come from a second lease with autoreset "same_step". When
+    an episode ends in that lease, the results contain both the final observation of the
+    episode and the first observation of the next one.
 
     Returns:
       The row, and the expected first observation of its next episode.
@@ -391,7 +391,7 @@ def calls(c: ProbeClient) -> None:
 
 @rule("PING, PONG", with_lease=True)
 def pings(c: ProbeClient) -> None:
-    """List the running operations in PONG: none once all are answered."""
+    """List the running operations in PONG, and none once all are answered."""
     answer = c.request(c.message(MessageType.PING), MessageType.PONG)
     running = Pong.decode(answer.body).running
     expect(not running, "no running operations", running)
@@ -419,7 +419,10 @@ def silence(c: ProbeClient) -> None:
     """Rule 3: Let the lease of a silent session expire."""
     seconds, limit = c.subject.welcome.lease_seconds, _MAX_LEASE_SECONDS
     if seconds > limit:
-        raise SkipRule(f"lease_seconds is {seconds:g}, more than {limit:g}")
+        raise SkipRule(
+            f"the server's lease_seconds is {seconds:g}; this check requires at most "
+            f"{limit:g}"
+        )
     c.attach().receive(seconds + 1.0)
     c.expect_error(c.message(MessageType.PING), ErrorCode.LEASE_LOST)
     c.epoch = 0

@@ -68,7 +68,7 @@ def doctor(
 
 
 def _format(finding: _Finding) -> str:
-    """Return a finding as text; if stdout is a terminal, wrap it to the width."""
+    """Return a finding as text; if stdout is a terminal, wrap it to its width."""
     text = "; ".join(filter(None, (finding["text"], finding["remedy"])))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1 << 16
     level = finding["level"]
@@ -204,7 +204,7 @@ def _keys() -> _Finding:
 
 
 def _renderer(name: str) -> _Finding:
-    """Check that a package renders, in another process: drivers can crash or hang."""
+    """Check in a child process that a package can render; drivers may crash or hang."""
     from envserve.worker.rendering import headless_variables
 
     if not _version(name):

@@ -53,7 +53,7 @@ def make(
             parse_words([name, placeholder])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
-        own = server.ensure_key("client")  # for health probes on its host
+        own = server.ensure_key("client")  # for health probes on the server's host
         server.clients.read()
         server.add_pin(at, key.public, "server")  # to reach servers on other hosts
         if "local" in roles:
@@ -63,9 +63,9 @@ def make(
             local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)
-            # The pin is written last, so the folder of a client with a pin is complete.
-            # The line of such a client in `clients` is not written again, because the
-            # operator may have changed or removed the line.
+            # The pin is written last, so a folder with a pin is complete. Do not write
+            # the client's line in `clients` again, because the operator may have
+            # changed or removed it.
             if client.pinned_addresses:
                 client.add_pin(at, key.public, name)
                 continue

@@ -114,9 +114,9 @@ def serve_page(
     def end(*_: object) -> None:
         server.should_exit = True
 
-    # Handle signals until uvicorn installs its own handlers, because modules that it
-    # imports could swallow a KeyboardInterrupt; and after it has shut down, because it
-    # raises the signal again.
+    # Handle signals before uvicorn does, because a module that it imports could swallow
+    # a KeyboardInterrupt. The handlers are also needed after uvicorn has shut down,
+    # because it then raises the signal again.
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, end))

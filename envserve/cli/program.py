@@ -180,7 +180,7 @@ class Fields:
 
 
 class GivenOptions(NamedTuple):
-    """The options that are set by the command line, a variable or a file.
+    """The options that are set by the command line, the environment or a file.
 
     A parameter of a command with this type receives these options.
 
@@ -271,7 +271,7 @@ def _option(
     name: str, hint: Any, default: Any, annotation: Option, docs: Mapping[str, str]
 ) -> Option:
     if get_origin(_without_annotations(hint)) in (Union, UnionType):
-        hint = get_args(_without_annotations(hint))[0]  # the other type is None
+        hint = get_args(_without_annotations(hint))[0]  # X of `X | None`
     plain_hint = _without_annotations(hint)
     kind = get_origin(plain_hint) or plain_hint
     metavar = "|".join(get_args(plain_hint)) if kind is Literal else _METAVARS.get(kind)
@@ -288,7 +288,7 @@ def _option(
 
 
 def _without_annotations(hint: Any) -> Any:
-    """Return a type without the annotations around it."""
+    """Return X for `Annotated[X, ...]`, and any other type unchanged."""
     return hint.__origin__ if hasattr(hint, "__metadata__") else hint
 
 
@@ -366,7 +366,7 @@ def _given_options(
     option_words: Iterable[str],
     options: Iterable[Option],
 ) -> Iterator[tuple[Option, Any, str]]:
-    """Yield the options that are set by the command line, a variable or a file.
+    """Yield the options that are set by the command line, the environment or a file.
 
     Each item consists of the option, its value before conversion, and a prefix that
     names the source in errors about the value ("" for the command line).
@@ -415,7 +415,7 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
 
 
 def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
-    """Suggest the option that takes KEY=VALUE if an unknown flag is one of its keys."""
+    """Return a hint to pass an unknown flag as KEY=VALUE, if an option has this key."""
     key = f"{flag.removeprefix('--').replace('-', '_')}="
     for option in options:
         if option.metavar == "KEY=VALUE" and key in option.values():
@@ -441,7 +441,8 @@ _INSTALL: Final = (
     "Install completion for the shell in $SHELL (bash, zsh, fish), and exit."
 )
 _SHOW: Final = "Print the code that --install-completion installs, and exit."
-#: Options of a program: the help, and a function that returns the text to print.
+#: Maps each option of a program to its help, and to a function that takes the name of
+#: the program and returns the text to print.
 _PROGRAM_OPTIONS: Final[Mapping[str, tuple[str, Callable[[str], str]]]] = {
     "--version": ("Print the version and exit.", _version),
     "--install-completion": (_INSTALL, install_completion),
@@ -492,7 +493,7 @@ class Program:
             code = 130
         except OSError as error:
             if write(sys.stdout, "\n") and not isinstance(error, BrokenPipeError):
-                raise  # another file caused the error
+                raise  # stdout works, so another file caused the error
         is_written = write(sys.stdout)
         write(sys.stderr)
         sys.exit(code or int(not is_written))

@@ -55,7 +55,7 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed the stream
             null = os.open(os.devnull, os.O_WRONLY)
-            # The descriptor may be 1 or 2, which every child process inherits.
+            # If the descriptor is 1 or 2, child processes use it as stdout or stderr.
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)

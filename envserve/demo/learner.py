@@ -21,8 +21,7 @@ Array = np.ndarray[Any, Any]
 #: within 1,900 to 3,200 batch steps of 32 envs.
 _NUM_BEST: Final = 4
 _SPREAD: Final = 0.9
-#: Number of observations at the start from whose mean and variance all observations are
-#: normalised.
+#: All observations are normalised with the mean and variance of the first 4,096.
 _NUM_SCALED: Final = 4096
 
 

@@ -69,8 +69,7 @@ class _Row:
         self._incarnation = -1
         #: The action whose result is missing while the row is padding, otherwise None.
         self._pending: Any = None
-        #: The twin's result for the next action, if the twin has already taken this
-        #: action.
+        #: The twin's result of the pending action; None until the twin has taken it.
         self._next: _Step | None = None
 
     def find_incarnation(self, first: bytes) -> bool:
@@ -102,7 +101,7 @@ class _Row:
         return self.find_incarnation(observation) and is_idle and truncated and is_last
 
     def _is_current(self, shown: bytes) -> bool:
-        """Return whether an observation precedes or follows the pending action."""
+        """Return whether an observation is that before or after the pending action."""
         return shown == self._last or shown == self._step_twin(self._pending)[0]
 
     def _step_twin(self, action: Any) -> _Step:

@@ -152,13 +152,13 @@ class Demo:
         batch.send(actions)
         started_at, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
-            # Receive at least half of the rows, so that a silent server causes no delay
-            # to the rows of the other server. Also receive more rows than are padding,
-            # because padding alone would be returned immediately.
+            # Wait for half of the rows, so that a silent server does not delay the rows
+            # of the other server. Also wait for more rows than are padding: padding is
+            # ready immediately, so this loop would use a core while a server is absent.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             learner = self._learner
-            with contextlib.suppress(EnvTimeout):  # the next call returns these rows
+            with contextlib.suppress(EnvTimeout):  # after a timeout, call it again
                 rows, result = batch.recv(min_rows, timeout=_RECV_SECONDS)
                 checker.step(rows, actions[rows], result)
                 learner.learn(rows, result)

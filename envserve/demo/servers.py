@@ -69,7 +69,7 @@ class DemoServer:
         return int(re.findall(r"\d+", self._address.read_text())[-1])
 
     def signal_worker(self, number: int) -> None:
-        """Send a signal to a random worker, a child of the template process."""
+        """Send the signal `number` to a random worker."""
         templates = [pid for pid, *_ in child_processes(self._process.pid)]
         workers = [pid for item in templates for pid, *_ in child_processes(item)]
         if not workers:

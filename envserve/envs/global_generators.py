@@ -25,7 +25,7 @@ import numpy as np
 
 from envserve.envs import registry, user_envs
 
-#: Maximum number of elements of a container whose elements are searched.
+#: Maximum size of a container whose elements are searched.
 _MAX_ELEMENTS: Final = 2000
 #: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
@@ -38,7 +38,7 @@ _NUMPY: Final = (
 def seed_global_generators(
     env_name: str, seed: int, functions: Sequence[Callable[..., Any]] = ()
 ) -> None:
-    """Seed all generators of this process that an env may use but does not own.
+    """Seed all random generators of this process that an env may use but does not own.
 
     Generators are reseeded in place, so the new state applies to all references to
     them.
@@ -75,7 +75,7 @@ def seed_global_generators(
 def _objects_of(
     modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
 ) -> Iterator[Any]:
-    """Yield the objects that modules and functions refer to, in a fixed order."""
+    """Yield the objects to which modules and functions refer, in a constant order."""
     names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
     queue = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
@@ -89,7 +89,7 @@ def _objects_of(
         kind = type(value)
         owner = value if issubclass(kind, (type, FunctionType)) else kind
         package = str(owner.__module__).partition(".")[0]
-        # Whether the value is, for example, a list, a closure or an iterator.
+        # The class of the value is Python's, such as a list, a closure or an iterator.
         is_standard = owner is kind and package in sys.stdlib_module_names
         if (
             package in packages
@@ -101,7 +101,7 @@ def _objects_of(
 
 
 def _seed_numpy(value: Any, sequence: np.random.SeedSequence) -> None:
-    """Replace the state of a generator or a SeedSequence in place."""
+    """Replace the state of a NumPy random generator or SeedSequence in place."""
     bits = getattr(value, "bit_generator", value)
     seeds = getattr(bits, "seed_seq", bits)  # the source of seeds for `spawn`
     if isinstance(seeds, np.random.SeedSequence):

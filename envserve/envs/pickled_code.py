@@ -48,8 +48,8 @@ class UserCode:
         worker.
       kwargs: Arguments of the env's constructor that have to be pickled: one dict for
         all envs, or one for each env.
-      main: Maps each NAME that a spec contains as "__main__:NAME" to this object of the
-        script.
+      main: Maps each NAME that a spec contains as "__main__:NAME" to the object with
+        this name in the script.
       copies: The functions that `copy_env_fn` has returned.
     """
 
@@ -62,7 +62,7 @@ class UserCode:
 
     @classmethod
     def of(cls, env: object) -> tuple[Any, Self]:
-        """Return an env's reference for `name_and_imports`, and the code of the env.
+        """Return the argument `env` for `name_and_imports`, and the code of the env.
 
         Args:
           env: See `BatchEnv.local`.
@@ -142,7 +142,8 @@ class UserCode:
             table = table_of(wrapper)
             if callable(table):
                 name = user_envs.name_of_code(wrapper)[:180]
-                table = {"name": f"<{name} {position}>"}  # not the name of any module
+                # The brackets prevent conflicts with names of registered wrappers.
+                table = {"name": f"<{name} {position}>"}
                 self.wrappers[table["name"]] = wrapper
             tables.append(table)
         return tables
@@ -198,7 +199,8 @@ class UserCode:
             setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
             if str(spec.vector_entry_point).startswith("envserve.gym:"):
-                # `envserve.gym` sets this entry point, but workers do not import it.
+                # The script has imported `envserve.gym`, which sets this entry point.
+                # Workers do not import that module, so they keep their entry point.
                 known = gymnasium.registry.get(name)
                 spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec

@@ -64,7 +64,7 @@ class Registry:
     def __init__(
         self, names: Sequence[str] | None = None, import_modules: Iterable[str] = ()
     ) -> None:
-        """Import the modules, then fix the offered names.
+        """Import the modules, then determine the offered names.
 
         Args:
           names: Names to offer; a reference to a user env (see `user_envs`) offers that
@@ -338,7 +338,7 @@ def _raise_for_arguments(
 
 
 def arguments_of(creator: Callable[..., Any]) -> set[str]:
-    """Return the keyword arguments that a function, or a class and its bases, takes."""
+    """Return the keyword arguments of a function, or of a class and its bases."""
     inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
     parameters = [item for init in inits for item in signature(init).parameters.items()]
     return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}

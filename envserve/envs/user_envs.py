@@ -84,7 +84,7 @@ def name_of_code(code: Any) -> str:
 
 def is_importable(name: str) -> bool:
     """Return whether other processes can import the class or function of this name."""
-    # "<" is part of <lambda> and <locals>, and "(" of "(...)".
+    # The names of lambdas and local functions contain "<"; those of partials, "(".
     return not (name.startswith("__main__:") or {*"<("} & {*name})
 
 
@@ -95,8 +95,8 @@ def name_and_imports(
 
     Args:
       env: A registered name, a reference, an importable class or function, or the name
-        of code that the workers receive. If this process has registered the name
-        itself, workers also import the module of the env's class.
+        of a pickled class or function. If this process has registered the name itself,
+        workers also import the module of the env's class.
       import_modules: Modules and files that the user asked to import.
 
     Raises:
@@ -124,7 +124,9 @@ def name_and_imports(
         module = module_of(name)
         packages = {Path(path).name.partition(".")[0] for path in import_modules}
         if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
-            module = ""  # workers import this module anyway, or cannot import it
+            # Workers import `import_modules` and gymnasium anyway, and cannot import
+            # the module `__main__`.
+            module = ""
     elif not is_importable(name):
         module = ""
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))

@@ -181,7 +181,7 @@ def test_a_gate_lets_the_requested_number_of_iterations_pass() -> None:
             threads.append(threading.current_thread())
             gate.arrive()
 
-    with gate.kept_by(train):
+    with gate.run_in_thread(train):
         gate.let_pass(1)
         assert len(threads) == 1
         gate.let_pass(3)
@@ -194,5 +194,5 @@ def test_a_gate_raises_the_exception_of_the_training() -> None:
         raise ZeroDivisionError
 
     gate = Gate()
-    with gate.kept_by(train), pytest.raises(ZeroDivisionError):
+    with gate.run_in_thread(train), pytest.raises(ZeroDivisionError):
         gate.let_pass(1)
