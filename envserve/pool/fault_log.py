@@ -46,7 +46,7 @@ _LOGGER: Final = logging.getLogger("envserve.pool")
 #: Maximum lengths of a cause and of an action in a log line.
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
-#: If warnings about more classes than this have been logged, no more are logged.
+#: Maximum number of classes of envs and spaces whose warnings are logged.
 _MAX_WARNED_CLASSES: Final = 16
 #: Maximum number of different faults to log in full within `_RECENT_SECONDS`. Further
 #: faults are treated like repeated ones.
@@ -191,13 +191,13 @@ class FaultLog:
 
     def warn_once(self, warnings: Sequence[str]) -> Sequence[str]:
         """Log warnings, once per class of env or space; return the logged warnings."""
-        new = {warning.partition(" ")[0]: warning for warning in warnings}
-        if new.keys() <= self._warned or len(self._warned) > _MAX_WARNED_CLASSES:
-            return ()
-        self._warned |= new.keys()
-        for warning in new.values():
-            _LOGGER.warning("%s%s", self._label, warning)
-        return [*new.values()]
+        by_class = {warning.partition(" ")[0]: warning for warning in warnings}
+        new = [name for name in by_class if name not in self._warned]
+        new = new[: _MAX_WARNED_CLASSES - len(self._warned)]
+        self._warned.update(new)
+        for name in new:
+            _LOGGER.warning("%s%s", self._label, by_class[name])
+        return [by_class[name] for name in new]
 
     def clear_records(self, worker: SupervisedWorker) -> None:
         """Clear a lost worker's heartbeat and action records, before its next start."""

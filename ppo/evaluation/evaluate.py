@@ -185,7 +185,8 @@ class PeriodicEvaluator:
         with env:
             limit = self._config.evaluation_time_limit
             simulation = self._simulation_with(env)
-            return _play(simulation, env, self._episodes, limit, self._seed)
+            evaluation = _play(simulation, env, self._episodes, limit, self._seed)
+            return evaluation._replace(actions=self._config.evaluation_actions)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
         """Return a simulation of these envs; reuse its graph if the splits match."""

@@ -210,6 +210,19 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     assert not slab.heartbeats[:, :2].any()
 
 
+def test_each_class_is_warned_about_once_and_sixteen_classes_at_most(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(SCRIPT, 1, 1)
+    log = FaultLog(pool.config, pool.blocks)
+    assert log.warn_once(["A is slow"]) == ["A is slow"]
+    assert log.warn_once(["A is slow", "B is old"]) == ["B is old"]
+    many = [f"C{number} is odd" for number in range(20)]
+    assert log.warn_once(many) == many[:14]
+    assert log.warn_once(many) == []
+    assert lines(caplog) == ["A is slow", "B is old", *many[:14]]
+
+
 def test_workers_that_are_replaced_after_an_interrupt_are_not_logged(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

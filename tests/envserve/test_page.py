@@ -269,7 +269,8 @@ def test_a_folder_in_place_of_metrics_is_reported_until_it_is_a_file(
         assert run["error"] == f"{path}: Is a directory"
         path.rmdir()
         path.write_text('{"steps": 2, "mean_return": 5}\n')
-        events.until("run", lambda run: run["mean_return"] == [[2, 5]])
+        run = events.until("run", lambda run: run["mean_return"] == [[2, 5]])
+        assert run["error"] == ""
 
 
 def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(

@@ -137,7 +137,8 @@ def test_the_config_chooses_the_actions_of_evaluations_during_training(
 ) -> None:
     config = CONFIG.replace(evaluation_actions=actions, curve_episodes=1)
     maker = Maker(lambda num_envs: CountingBatchEnv([60]))
-    PeriodicEvaluator(Agent(BOX, ACTIONS, config), config, maker).evaluate()
+    evaluator = PeriodicEvaluator(Agent(BOX, ACTIONS, config), config, maker)
+    assert evaluator.evaluate().actions == actions
     # The most likely actions of this agent hardly depend on the observation.
     assert bool(np.std(maker.made[0].actions) > 0.1) is (actions == "sample")
 

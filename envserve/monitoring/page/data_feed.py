@@ -335,7 +335,7 @@ class _MetricsTail:
         self._restart()
 
     def _restart(self) -> None:
-        self._offset, self._error = 0, ""
+        self._offset, self._read_error, self._line_error = 0, "", ""
         self._row: dict[str, float] = {}
         self._points: dict[str, list[tuple[float, float]]] = {n: [] for n in _CURVES}
 
@@ -343,8 +343,9 @@ class _MetricsTail:
         """Read the lines written since the last call.
 
         Returns:
-          Whether there were new lines, or reading has failed with a new error.
+          Whether there were new lines, or the error of the summary has changed.
         """
+        previous_error, self._read_error = self._read_error, ""
         try:
             with open_regular(self._path) as file:
                 # If the file is shorter, a resumed run has truncated it: read it again.
@@ -353,10 +354,10 @@ class _MetricsTail:
                 file.seek(self._offset)
                 text = file.read(_MAX_READ_BYTES)
         except FileNotFoundError:
-            return False
+            return bool(previous_error)
         except OSError as error:
-            previous_error, self._error = self._error, f"{self._path}: {error.strerror}"
-            return previous_error != self._error
+            self._read_error = f"{self._path}: {error.strerror}"
+            return previous_error != self._read_error
         # Leave an incomplete last line for the next call, but skip a line that is too
         # long for one call.
         if b"\n" in text or len(text) < _MAX_READ_BYTES:
@@ -369,16 +370,19 @@ class _MetricsTail:
                 numbers = ((k, n) for k, n in row.items() if isinstance(n, int | float))
                 self._row = {one_line(name): float(n) for name, n in numbers}
             except _INVALID as error:
-                self._error = f"{self._path} contains an invalid line: {error!r:.200}"
+                self._line_error = (
+                    f"{self._path} contains an invalid line: {error!r:.200}"
+                )
                 continue
             for name, points in self._points.items():
                 if name in self._row:
                     points.append((steps, self._row[name]))
                 if len(points) > _MAX_POINTS:
                     del points[1:-1:2]
-        return bool(text)
+        return bool(text or previous_error)
 
     def summary(self) -> dict[str, Any]:
         """Return a dict of the run's name, latest row, error, and curves."""
-        name, error = one_line(self._path.parent.name), one_line(self._error)
+        name = one_line(self._path.parent.name)
+        error = one_line(self._read_error or self._line_error)
         return {"name": name, "row": self._row, "error": error, **self._points}
