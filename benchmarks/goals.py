@@ -130,6 +130,11 @@ def _sb3_goal(part: str, vec_env: str, bound: float) -> Goal:
     return Goal(part, f"end to end, SB3 with {vec_env} / ppo", bound, value)
 
 
+def _served_goal(part: str, bound: float) -> Goal:
+    value = _ratio("ppo", "ppo, tcp server", "total_seconds")
+    return Goal(part, "steps/s of ppo, tcp server / in-process", bound, value)
+
+
 def _sb3_on_envserve_goal(num_envs: int, bound: float) -> Goal:
     value = _ratio("SB3, SubprocVecEnv", "SB3, envserve.sb3", "total_seconds")
     meaning = "SB3 end to end, SubprocVecEnv / envserve.sb3"
@@ -180,6 +185,8 @@ GOALS: Final = (
     _sb3_goal("train", "DummyVecEnv", 6),
     _sb3_goal("train-64", "SubprocVecEnv", 10),
     _sb3_goal("train-64", "DummyVecEnv", 7),
+    _served_goal("train", 0.8),
+    _served_goal("train-64", 0.88),
     _sb3_on_envserve_goal(16, 1.5),
     _sb3_on_envserve_goal(64, 3),
     _simulate_goal("simulate-cartpole-16", 1.15),

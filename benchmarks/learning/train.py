@@ -30,6 +30,7 @@ from benchmarks.command import (
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.result import median, ratio, spread
+from envserve.bench.cases import BINDS, running_server
 from envserve.bench.interleaved import Measure, Metric
 from envserve.bench.workload import Workload
 from ppo.config import Config
@@ -40,7 +41,7 @@ ROLLOUT, UPDATE, TOTAL = "rollout_seconds", "update_seconds", "total_seconds"
 
 _ENDLESS = 10**9
 
-_OURS, _OVERLAPPED = "ppo", "ppo, overlap=true"
+_OURS, _OVERLAPPED, _SERVED = "ppo", "ppo, overlap=true", "ppo, tcp server"
 _SUBPROCESS, _DUMMY = "SB3, SubprocVecEnv", "SB3, DummyVecEnv"
 _SB3_ON_OURS = "SB3, envserve.sb3"
 _NUMBERS = {"rollout": ROLLOUT, "update": UPDATE, "total": TOTAL}
@@ -76,6 +77,7 @@ def train(
     cases = [
         Case(_OURS, training_ours, {**work, **local}),
         Case(_OVERLAPPED, training_ours, {**work, "config": overlapped, **local}),
+        Case(_SERVED, training_ours, {**work, **local, "bind": BINDS["tcp"][0]}),
         Case(_SUBPROCESS, training_sb3, {**work, "vec_env": "SubprocVecEnv"}),
         Case(_DUMMY, training_sb3, {**work, "vec_env": "DummyVecEnv"}),
         Case(_SB3_ON_OURS, training_sb3, {**work, **local, "vec_env": ""}),
@@ -110,8 +112,13 @@ def train(
 
 
 @contextlib.contextmanager
-def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Measure]:
-    """Train with `ppo.train.train`; training is paused between measurements."""
+def training_ours(
+    config: Config, iterations: int, workers: int, bind: str = ""
+) -> Iterator[Measure]:
+    """Train with `ppo.train.train`; training is paused between measurements.
+
+    With `bind`, the envs run on a server at that address, with keys.
+    """
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train
@@ -122,13 +129,20 @@ def training_ours(config: Config, iterations: int, workers: int) -> Iterator[Mea
         checkpoint_seconds=float(_ENDLESS),
     )
     gate = Gate()
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         run_folder = RunFolder.create(Path(folder, "run"), config)
+        if bind:
+            load = Workload(config.env_name, config.num_envs, workers, 0)
+            addresses = [stack.enter_context(running_server(load, bind))]
+            make_env = env_maker(config, addresses)
+        else:
+            make_env = env_maker(config, num_workers=workers)
         run = functools.partial(
             train,
             config,
             run_folder,
-            env_maker(config, num_workers=workers),
+            make_env,
             on_progress=lambda progress: gate.arrive(),
             should_stop=lambda: gate.is_closed,
         )

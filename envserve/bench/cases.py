@@ -140,7 +140,7 @@ def batch_env(
                 num_envs=-(-num_envs // len(binds)),
                 num_workers=-(-load.num_workers // len(binds)),
             )
-            servers = [_running_server(share, bind, server_options) for bind in binds]
+            servers = [running_server(share, bind, server_options) for bind in binds]
             addresses = [stack.enter_context(server) for server in servers]
             batch = BatchEnv.connect(name, addresses, num_envs, **options)
         else:
@@ -152,7 +152,9 @@ def batch_env(
 
 
 @contextlib.contextmanager
-def _running_server(load: Workload, bind: str, options: Sequence[str]) -> Iterator[str]:
+def running_server(
+    load: Workload, bind: str, options: Sequence[str] = ()
+) -> Iterator[str]:
     """Run a server, and yield its address once it is ready."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(socket_folder())

@@ -101,9 +101,10 @@ def test_train_reports_rollout_and_update_times(bench: Bench) -> None:
     small = ("--num-envs", "2", "--workers", "2", "--minibatch-size", "4")
     once = ("--repetitions", "1", "--iterations", "2", "--epochs", "1")
     result = bench("train", *CARTPOLE, *small, *once, "--only", "ppo")
-    ours = result["medians"]["ppo"]
-    assert 0 < ours["rollout_seconds"] < ours["total_seconds"]
-    assert 0 < ours["update_seconds"] < ours["total_seconds"]
+    for name in ("ppo", "ppo, tcp server"):
+        ours = result["medians"][name]
+        assert 0 < ours["rollout_seconds"] < ours["total_seconds"]
+        assert 0 < ours["update_seconds"] < ours["total_seconds"]
 
 
 @pytest.mark.usefixtures("in_this_process")
