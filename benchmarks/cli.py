@@ -20,6 +20,7 @@ from benchmarks.lab.processes import own_keys
 from benchmarks.learning.goal import goal
 from benchmarks.learning.overlap import overlap
 from benchmarks.learning.profile import profile
+from benchmarks.learning.sac import sac
 from benchmarks.learning.simulate import simulate
 from benchmarks.learning.stalls import stalls
 from benchmarks.learning.train import train
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Command] = {
     "overlap": overlap,
     "profile": profile,
     "train": train,
+    "sac": sac,
     "goal": goal,
 }
 

@@ -23,6 +23,7 @@ from benchmarks.cases.ours import (
 )
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.lab.tables import as_markdown
+from benchmarks.learning.sac import SAC, SB3_SAC
 from benchmarks.learning.simulate import SIMULATE, STEP
 from benchmarks.learning.stalls import case_name
 from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
@@ -189,6 +190,7 @@ GOALS: Final = (
     _served_goal("train-64", 0.88),
     _sb3_on_envserve_goal(16, 1.5),
     _sb3_on_envserve_goal(64, 3),
+    Goal("sac", "env steps/s, ppo / SB3", 3, _ratio(SAC, SB3_SAC)),
     _simulate_goal("simulate-cartpole-16", 1.15),
     _simulate_goal("simulate-cartpole-64", 1.1),
     _simulate_goal("simulate-cheetah-16", 1.1),

@@ -43,6 +43,7 @@ PARTS: Final[dict[str, tuple[str, ...]]] = {
     "train-64": ("train", "--num-envs", "64"),
     "train-sb3-16": ("train", "--only", "SB3", *_LARGE_MINIBATCHES),
     "train-sb3-64": ("train", "--only", "SB3", "--num-envs", "64", *_LARGE_MINIBATCHES),
+    "sac": ("sac",),
     "simulate-cartpole-16": ("simulate", *_CARTPOLE, "16"),
     "simulate-cartpole-64": ("simulate", *_CARTPOLE, "64"),
     "simulate-cheetah-16": ("simulate", "--env", "HalfCheetah-v5"),

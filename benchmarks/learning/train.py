@@ -119,6 +119,32 @@ def training_ours(
 
     With `bind`, the envs run on a server at that address, with keys.
     """
+    with paused_training(config, workers, bind) as (gate, run_folder):
+        gate.let_pass(1)  # do not measure the first iteration, which compiles
+
+        def measure() -> Mapping[str, float]:
+            seconds = gate.let_pass(iterations)
+            lines = run_folder.joinpath("metrics.jsonl").read_text().splitlines()
+            last = [json.loads(line) for line in lines[-iterations:]]
+            return {
+                ROLLOUT: sum(m["rollout_seconds"] for m in last) / iterations,
+                UPDATE: sum(m["update_seconds"] for m in last) / iterations,
+                TOTAL: seconds / iterations,
+            }
+
+        yield measure
+
+
+@contextlib.contextmanager
+def paused_training(
+    config: Config, workers: int, bind: str = ""
+) -> Iterator[tuple["Gate", Path]]:
+    """Run `ppo.train.train` in a thread, and stop it at the end of the `with` block.
+
+    Yields:
+        A gate that lets iterations of the training pass, and the path of the run
+        folder. No iteration has passed yet.
+    """
     load_tensorflow()
     from ppo.environments import env_maker
     from ppo.train import train
@@ -147,19 +173,7 @@ def training_ours(
             should_stop=lambda: gate.is_closed,
         )
         with gate.run_in_thread(run):
-            gate.let_pass(1)  # do not measure the first iteration, which compiles
-
-            def measure() -> Mapping[str, float]:
-                seconds = gate.let_pass(iterations)
-                lines = run_folder.path.joinpath("metrics.jsonl").read_text()
-                last = [json.loads(line) for line in lines.splitlines()[-iterations:]]
-                return {
-                    ROLLOUT: sum(m["rollout_seconds"] for m in last) / iterations,
-                    UPDATE: sum(m["update_seconds"] for m in last) / iterations,
-                    TOTAL: seconds / iterations,
-                }
-
-            yield measure
+            yield gate, run_folder.path
 
 
 class Gate:

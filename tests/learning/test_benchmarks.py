@@ -108,6 +108,14 @@ def test_train_reports_rollout_and_update_times(bench: Bench) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_sac_measures_both_trainers(bench: Bench) -> None:
+    result = bench("sac", "--steps", "32", "--workers", "2", "--repetitions", "1")
+    speeds = {name: one["steps_per_second"] for name, one in result["medians"].items()}
+    assert set(speeds) == {"ppo, SAC", "SB3, SAC"}
+    assert min(speeds.values()) > 1
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_goal_ends_the_training_at_the_target_return(bench: Bench) -> None:
     small = ("--max-steps", "6144", "--workers", "2", "--repetitions", "1")
     easy = bench("goal", *small, "--target", "15", "--only", "ppo")["medians"]["ppo"]
