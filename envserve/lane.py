@@ -348,7 +348,7 @@ class Lane(Protocol):
     def fileno(self) -> int:
         """Return a descriptor that is readable when `collect(0)` may return results.
 
-        The descriptor is always the same. After a call of `collect` with a timeout, it
+        The descriptor is always the same. After a call to `collect` with a timeout, it
         may not become readable until `fileno` is called again.
         """
 

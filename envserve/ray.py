@@ -166,7 +166,8 @@ class _Server:
     def _watch(self) -> None:
         import ray
 
-        while self._forward_output():  # returns after each --reload of the server
+        # The method returns an address after each restart by --reload, and "" at exit.
+        while self._forward_output():
             pass
         if self._process.wait() or self._is_draining:
             os._exit(1)  # Ray restarts the actor, unlike after `ray.kill`

@@ -233,7 +233,7 @@ class EnvRequest(_Validated):
     first_env_index: _U32 = 0
     """Index of the first env's row in the whole batch, which can span several lanes."""
     num_batch_envs: _U32 = 0
-    """Number of rows of the whole batch; 0 if the rows of this request are its last."""
+    """Number of rows of the whole batch; 0 if it ends with the rows of this request."""
     first_incarnation: _U32 = 0
     """Number of times that each env was built before, on any host."""
     env_kwargs: EnvKwargs = field(default_factory=dict)
@@ -353,8 +353,8 @@ class HostSettings(WorkerSettings):
     NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
     """Maximum number of worker processes for all clients together, raised to --workers
-    if it is lower; by default, four per core. One key may use three quarters of these
-    processes, or --workers if that is more."""
+    if it is lower; by default, four per core. The limit of one key is three quarters
+    of these processes, but at least --workers."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
@@ -474,7 +474,8 @@ class EnvOptions(TypedDict, total=False):
     env; none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
     """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. On this host also classes and functions; see "Wrappers" in the docs."""
+    default. Envs on this host also accept classes and functions; see "Wrappers" in the
+    docs."""
     autoreset: Autoreset
     """Mode in which envs are reset after the end of an episode: "same_step"
     (default), "next_step" or "disabled"."""

@@ -64,7 +64,7 @@ class Rows:
       reward: float64 `[num_envs]`.
       terminated: bool `[num_envs]`.
       truncated: bool `[num_envs]`.
-      status: uint8 `[num_envs]`, see `Status`.
+      status: uint8 `[num_envs]`; see `Status`.
       flags: The previous three arrays as one, uint8 `[3, num_envs]`.
       final_observation: One array per observation leaf, with the last observation of
         each episode that has ended in this step. Other rows are undefined.
@@ -233,13 +233,14 @@ class Slab:
       fd: Descriptor of the memory, which the pool sends to its workers.
       rows: The rows, as views into the memory.
       heartbeats: int64 `[num_workers, 64]`, one row per worker. Column 0 changes with
-        every env call and encodes the called row, see `row_of_beat`. Column 1 is 1
+        every env call and encodes the called row (see `row_of_beat`). Column 1 is 1
         during a reset or call, and `FIRST_STEP` during the first step of an env,
-        because these operations have longer timeouts than other steps. Columns 8 and
-        above are the cells of `step_timings`.
+        because these operations have longer timeouts than an ordinary step. Columns 8
+        and above are the cells of `step_timings`.
       flags: uint8 `[3, n]` with terminated, truncated and status. The columns after the
         rows are padding, which is zero unless an env writes outside its memory.
-      plain_flags: The bytes of `flags` if no episode ended and all statuses are OK.
+      plain_flags: Bytes to compare with `flags`: the two are equal if no episode ended
+        and all statuses are OK.
       extra: The `extra_nbytes` bytes of memory after the heartbeats.
     """
 

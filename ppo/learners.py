@@ -49,7 +49,7 @@ class Learners:
         index: Index of this learner.
         is_chief: Whether this is learner 0, which evaluates the agent and
             writes metrics and checkpoints.
-        wait_seconds: Seconds after a call of `gather` at which pending collectives
+        wait_seconds: Seconds after a call to `gather` at which pending collectives
             fail, unless `gather` is called again before.
     """
 

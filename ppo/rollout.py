@@ -1,6 +1,7 @@
-"""Rollouts, i.e. arrays `[T, B, ...]` of T batch steps of B envs, and episodes.
+"""Rollouts and episodes.
 
-The envs and the policy fill the arrays one split (group of envs) at a time. Episodes
+A rollout consists of arrays `[T, B, ...]`, for T steps of a batch of B envs. The envs
+and the policy fill the arrays one split (group of envs) at a time. Episodes
 continue across rollouts. Episodes with a lost step are not counted.
 """
 
@@ -30,7 +31,7 @@ _MAX_LOST_IN_A_ROW = 50
 
 
 class Rollout(NamedTuple):
-    """NumPy arrays of T batch steps of B envs.
+    """NumPy arrays for T steps of a batch of B envs.
 
     Row `[t, b]` contains the observation of env b before step t, the action that the
     policy took, and the result of the step.

@@ -42,9 +42,8 @@ Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps an observation and noise to actions and log-probabilities; see `Simulation`."""
 
 Act = Callable[..., tuple[Any, ...]]
-"""Maps the leaves of an observation, noise and states, NumPy arrays `[n, ...]`, to env
-actions, policy actions, the second output of the policy, and the states after the
-observation."""
+"""Maps NumPy arrays `[n, ...]` (the leaves of an observation, noise and states) to env
+actions, policy actions, the policy's second output, and the next states."""
 
 
 class _Outputs(NamedTuple):
@@ -66,8 +65,8 @@ class Simulation:
             continues where the previous one ended.
         policy: Function `(observation, seed) -> (action, log_prob)` of tensors. Its
             arguments are the observations of one split, `[n, ...]`, and an int32 pair,
-            which differs in every step. It returns policy actions, see
-            `InGraphBatchEnv`, and their log-probabilities `[n]`. It is traced into a
+            which differs in every step. It returns policy actions (see
+            `InGraphBatchEnv`) and their log-probabilities `[n]`. It is traced into a
             graph once per split. With `noise`, noise `[n, ...]` replaces the seed. A
             recurrent policy takes its states `[n, units]` as further arguments, and
             also returns the states after the observation.
@@ -93,7 +92,7 @@ class Simulation:
             them. A fraction below 1 requires `noise`, a policy that accepts any number
             of rows, and envs with a single split. The rows of a worker arrive together.
         num_rollouts: Number of rollouts with separate arrays, which are reused
-            cyclically. A rollout is overwritten by the `num_rollouts`-th call of `run`
+            cyclically. A rollout is overwritten by the `num_rollouts`-th call to `run`
             after it.
 
     Attributes:
@@ -176,7 +175,7 @@ class Simulation:
             reset: Whether to reset all envs first, as in the first rollout.
 
         Returns:
-            The rollout. A later call overwrites its arrays, see `num_rollouts`.
+            The rollout. A later call overwrites its arrays; see `num_rollouts`.
 
         Raises:
             EnvDataError: A reward or an observation is not finite.
@@ -504,7 +503,12 @@ class Simulation:
         return self._env.to_env_action(action), action, *others
 
     def _record(self, split: SplitRows, outputs: _Outputs) -> None:
-        """Store the policy outputs of a split, `[T, n, ...]`, and log-probabilities."""
+        """Store the policy outputs of a split, and compute their log-probabilities.
+
+        Args:
+            split: The rows of the split.
+            outputs: The outputs of all T steps, `[T, n, ...]`.
+        """
         action, policy_params, states = outputs
         # Do not use a `tf.function`: TensorFlow would run it in another thread, and
         # waiting for a core for that thread takes longer than these few operations.

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Import here, because the processes of the cases load this file as well, and need
+    # Import here, because the processes of the cases also load this file, but need
     # none of these modules.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from benchmarks.cli import main

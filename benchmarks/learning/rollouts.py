@@ -67,7 +67,7 @@ def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measu
 
     Args:
         run: The function to measure.
-        batch_steps: Number of batch steps in each call of `run`.
+        batch_steps: Number of batch steps in each call to `run`.
         seconds: Minimum duration of a measurement.
     """
     run()

@@ -17,7 +17,7 @@ COLUMNS = (
     *("seeds", "lowest E", "largest KL", "reached", "seconds"),
 )
 NUM_TEXTS = 4
-"""Number of columns that contain text, which come first."""
+"""Number of text columns; they are the first columns of a table."""
 
 
 def measured(measure: Measure, scores: Sequence[Score]) -> list[float]:

@@ -232,7 +232,7 @@ def copies(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def copy_of_running(c: ProbeClient) -> None:
-    """Rule 4: Answer copies of a request in progress with the result of the request."""
+    """Rule 4: Answer a copy of a request in progress with that request's result."""
     step = c.next_step()
     duplicates = [replace(step, attempt=number) for number in (1, 1, 2)]
     results = [c.execute(step, *duplicates), *map(c.read, c.receive_all())]
@@ -383,7 +383,7 @@ def disabled(c: ProbeClient) -> None:
 
 @rule("CALL", with_lease=True)
 def calls(c: ProbeClient) -> None:
-    """Refuse a CALL of an attribute that is not exposed."""
+    """Refuse a CALL of an attribute that the server does not expose."""
     hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.expect_error(call, ErrorCode.REFUSED, _BAD)

@@ -1,4 +1,4 @@
-"""Command-line framework of `envserve` and `ppo`, which turns functions into commands.
+"""The command-line framework of `envserve` and `ppo`: it turns functions into commands.
 
 Positional parameters of a function become arguments, and keyword-only parameters become
 options; a parameter annotated with `Fields` becomes one option per field of a
@@ -126,7 +126,8 @@ class Option:
     def add_to(self, panel: argparse._ArgumentGroup) -> None:
         """Add the option to an argument group of a parser.
 
-        The parser gets no default, so that it returns only options that are given.
+        The parser gets no default, so it returns the option only if the command line
+        contains it.
         """
         text = self.help
         if self.shown_default:
@@ -341,7 +342,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(command: Command, name: str, options: Iterable[Option]) -> _Parser:
-    """Return a parser whose namespace contains only the options that are given."""
+    """Return a parser that returns only the options that the command line contains."""
     usage = "[OPTIONS]"
     panels: dict[str, list[Option]] = {"Arguments": []}
     for each in options:

@@ -125,7 +125,7 @@ class Absence:
         return min(map(self._pad_at, waiting), default=np.inf)
 
     def _is_any_present(self) -> bool:
-        """Return whether any block was present at the last call of `pad`."""
+        """Return whether any block was present at the last call to `pad`."""
         return len(self._since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:

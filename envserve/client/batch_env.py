@@ -522,7 +522,7 @@ class BatchEnv:
           EnvError: An env returned a value outside its spaces, or failed with
             `on_fault="raise"`. Reset all envs before the next step.
           LocalProtocolError: Some rows are in flight, or their episodes have ended.
-          ResetFirst: Not all envs were reset before.
+          ResetFirst: The envs have not been reset yet, or must be reset again.
           ServerError: A server was lost.
         """
         group = self._group
@@ -569,7 +569,7 @@ class BatchEnv:
           IndexError: The rows are not whole blocks.
           LocalProtocolError: Some of the rows are in flight, or their episodes have
             ended.
-          ResetFirst: Not all envs were reset before.
+          ResetFirst: The envs have not been reset yet, or must be reset again.
           ServerError: A server was lost.
         """
         self._begin(needs_reset=True)

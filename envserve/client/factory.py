@@ -239,7 +239,7 @@ def start_remote(
 
 
 def _modes(request: EnvRequest) -> dict[str, Any]:
-    """Return the settings that lanes and batch share, as arguments of `BatchEnv`."""
+    """Return the settings that a batch shares with its lanes, by argument name."""
     names = ("autoreset", "actions", "observation_mode")
     return {name: getattr(request, name) for name in names}
 

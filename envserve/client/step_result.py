@@ -43,7 +43,7 @@ class StepResult(NamedTuple):
         this step. All other rows are zero, or unchanged if `out` is used. If a fault
         ended the episode, ignore its final observation: it may come from a step that
         was never returned, or may not belong to this episode at all.
-      status: uint8 `[n]`, see `envserve.client.Status`. An episode that a fault ends
+      status: uint8 `[n]`; see `envserve.client.Status`. An episode that a fault ends
         has one last, truncated row, whose status is the reason. That row is returned
         once the env is available again, possibly after PENDING rows. The actions of
         PENDING rows are ignored and nothing happens in them, but their observation may

@@ -54,8 +54,8 @@ class Repro:
       env_kwargs: Keyword arguments of the env's constructor, in which placeholders such
         as "{row}" have not been replaced; see `EnvContext`.
       wrappers: Wrappers of the env, the innermost first.
-      vectorized: Whether the env was a row of a vector env, which cannot be replayed
-        alone.
+      vectorized: Whether the env was a row of a vector env; such a row cannot be
+        replayed alone.
       nonfinite: See `settings.NonFinite`.
       strict_spaces: See `settings.EnvRequest`.
       import_modules: Modules that the env's worker imported. A replay may name them in

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a demo server, which can simulate a network outage."""
+"""A TCP proxy in front of a demo server, to simulate a network outage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HOST: Final = "127.0.0.1"
 
 
 class TcpProxy:
-    """A proxy that forwards connections to a port of this host.
+    """A proxy that accepts connections and forwards them to a server on this host.
 
     Attributes:
       port: Port of the server; it may change when the server restarts.

@@ -1,6 +1,7 @@
-"""The place of an env in its batch, which the env can query while it is being built.
+"""The place of an env in its batch.
 
-An env can use it to choose a port, a folder or a GPU that no other env uses.
+The env can query its place while it is being built, for example to choose a port, a
+folder or a GPU that no other env uses.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Registry:
 
 
 def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
-    """Import the modules and files that references name; return their env names.
+    """Import the modules and files named by `references`; return their env names.
 
     Args:
       references: Modules or files, each optionally followed by a colon and the name of

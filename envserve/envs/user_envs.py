@@ -134,7 +134,7 @@ def name_and_imports(
 
 
 def module_of(name: str) -> str:
-    """Return the module of the class of a registered env; "" if there is none."""
+    """Return the module that defines a registered env's class; "" if there is none."""
     gymnasium: Any = sys.modules.get("gymnasium")
     entry = getattr(gymnasium and gymnasium.registry.get(name), "entry_point", "")
     if isinstance(entry, str):

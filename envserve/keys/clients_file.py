@@ -140,8 +140,8 @@ class ClientsFile:
                 f"{display_path(self._path)} is empty, or its last line is incomplete; "
                 "if another process is writing it, wait until it is done"
             )
-        # Reuse the grants of unchanged lines, because parsing is by far the slowest
-        # part, and most lines have not changed.
+        # Parsing is by far the slowest part, and most lines do not change, so the
+        # grants of unchanged lines are reused.
         parsed = dict(old_lines)
         contents = lines, by_key, by_id = _Contents([], {}, {})
         for number, line in enumerate((text or "").splitlines(), 1):

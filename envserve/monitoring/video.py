@@ -40,8 +40,8 @@ def find_ffmpeg() -> str:
         path = shutil.which("ffmpeg")
         if path is None:
             raise VideoError(
-                f"ffmpeg is needed to write videos, and was not found ({error}); "
-                f"{install_command('video')}, or install your system's ffmpeg"
+                f"ffmpeg is needed to write videos, but was not found ({error}); run "
+                f"{install_command('video')}, or install ffmpeg on your system"
             ) from error
         return path
 
@@ -137,8 +137,8 @@ class VideoWriter:
             )
         except OSError as error:
             raise VideoError(
-                f"{self._ffmpeg} cannot be run: {error.strerror}; "
-                f"{install_command('video')}, which includes an ffmpeg binary"
+                f"{self._ffmpeg} cannot be run: {error.strerror}; run "
+                f"{install_command('video')}, which installs an ffmpeg binary"
             ) from error
 
     def _complete(self, process: subprocess.Popen[bytes]) -> None:

@@ -557,7 +557,7 @@ def reset_task(block: Block, reset: Reset) -> Task:
     """Return the task of a reset.
 
     Raises:
-      LocalProtocolError: The rows or seeds are not valid, see `Reset.check`.
+      LocalProtocolError: The rows or seeds are not valid; see `Reset.check`.
     """
     rows = reset.check(block)
     payload, options, seeds = b"", reset.options, reset.seeds

@@ -94,7 +94,7 @@ class FaultLog:
         self._ring = ActionRing(spec, self._config.num_envs, slab.extra)
 
     def log_suppressed(self, now: float, least_age: float = _QUIET_SECONDS) -> None:
-        """Log the number of faults that were only counted since the last log line.
+        """Log how many faults were suppressed since the last log line.
 
         Do nothing if that line is less than `least_age` seconds old.
         """

@@ -201,7 +201,7 @@ class Pool:
         """Start resets of different blocks.
 
         Raises:
-          LocalProtocolError: The rows or seeds are not valid, see `Reset.check`.
+          LocalProtocolError: The rows or seeds are not valid; see `Reset.check`.
         """
         indices = [reset.block for reset in resets]
         self._operations.check_idle(indices)

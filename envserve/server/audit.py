@@ -20,7 +20,8 @@ from envserve.errors import ServerError
 from envserve.session.server.decisions import Audit
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Events that are only counted if a user causes them again within `_REPEAT_SECONDS`.
+#: Events that are counted, instead of logged one by one, if a user causes them again
+#: within `_REPEAT_SECONDS`.
 _REPEATING_EVENTS: Final = frozenset({"refused", "over quota"})
 _REPEAT_SECONDS: Final = 1.0
 _MAX_TEXT_CHARS: Final = 300

@@ -18,8 +18,9 @@ from envserve.wire.message import Buffer, Peer
 from envserve.wire.sockets import NOBLOCK, Frames
 
 _MORE: Final = NOBLOCK | int(zmq.SNDMORE)
-#: Maximum number of discarded frames of one message; after that, all connections are
-#: closed, because discarding delays the messages of other clients.
+#: Maximum number of discarded frames of one message. After that, all connections are
+#: closed, because discarding delays the messages of other clients, and libzmq cannot
+#: close a single connection.
 _MAX_DISCARDED: Final = 50_000
 
 

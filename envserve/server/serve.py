@@ -252,7 +252,7 @@ def _ignore_event(event: Audit) -> None:
 
 
 def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return the numbers of refused keys and of calls of `reopen`, by metric name."""
+    """Return the numbers of refused keys and of calls to `reopen`, by metric name."""
     refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
     return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
 

@@ -47,8 +47,8 @@ how a session ended, so that a delayed message does not revive the session.
 The sections below define the states of clients, leases and blocks, and the allowed
 transitions. Only `StateMachine.move` changes the state of a client or lease, and only
 `Lease` the states of a lease's blocks. A client's blocks have no state machine: each
-block is idle, in flight, or has a result that its caller has not collected yet, see
-`ClientBlocks`.
+block is idle, in flight, or has a result that its caller has not collected yet (see
+`ClientBlocks`).
 """
 
 from __future__ import annotations

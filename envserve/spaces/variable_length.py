@@ -27,8 +27,8 @@ _HEADER_BYTES: Final = 4
 #: Maximum number of values in a row, where an array counts as 16. It is limited because
 #: each value takes microseconds to decode.
 _MAX_VALUES: Final = 1 << 13
-#: Maximum number of values in all rows of a step. Decoding this number takes one to two
-#: seconds.
+#: Maximum number of values in all rows of a step. Decoding this many values takes one
+#: to two seconds.
 _MAX_BATCH_VALUES: Final = 1 << 18
 #: Exceptions that NumPy and Python raise if a decoded value does not match its space.
 _CONVERSION_ERRORS: Final = (

@@ -30,7 +30,7 @@ UNKNOWN_KEY: Final = 400
 
 Frames = list[bytes | memoryview]
 
-#: Maximum number of frames that a call of `receive` discards, so that it returns soon.
+#: Maximum number of frames that a call to `receive` discards, so that it returns soon.
 _DISCARD_BATCH: Final = 1000
 
 

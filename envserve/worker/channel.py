@@ -59,7 +59,7 @@ class MessageKind(enum.IntEnum):
     RESET = 4  # reset rows of a block; answered by DONE
     CALL = 5  # attribute access on rows of a block; answered by DONE
     CLOSE = 6  # close the envs and exit
-    REPLAY = 14  # instead of BUILD: replay a repro file, see `replay_worker`
+    REPLAY = 14  # instead of BUILD: replay a repro file; see `replay_worker`
     # Worker to pool.
     IMPORTING = 12  # the module to import next; "" after the last one
     BUILT = 7  # another env is built

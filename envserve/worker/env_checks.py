@@ -25,8 +25,8 @@ class SpaceViolation(Exception):
     """An env returned a value that violates its spaces or Gymnasium's API.
 
     Attributes:
-      is_masked: Whether the row is only marked as lost, because of `nonfinite="mask"`,
-        and no error is raised.
+      is_masked: Whether the row is marked as lost, and no error is raised, because of
+        `nonfinite="mask"`.
       is_permanent: Whether a rebuilt env would violate its spaces in the same way.
     """
 

@@ -18,7 +18,7 @@ from envserve.worker import unpatched
 
 #: A zombie that no env has waited for within this time was probably adopted.
 _ADOPTED_AFTER_SECONDS: Final = 60.0
-#: Number of calls of `reap` per search for zombies.
+#: Number of calls to `reap` per search for zombies.
 _REAP_INTERVAL: Final = 256
 
 

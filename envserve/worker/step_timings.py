@@ -20,10 +20,11 @@ _BOUNDS_NS: Final = [int(1e9 * bound) for bound in BOUNDS]
 #: Number of cells of a histogram: the sum of all durations in nanoseconds, then the
 #: count of each bucket.
 NUM_CELLS: Final = 2 + len(BOUNDS)
-#: Index of the first cell of the histogram of steps, and of its first count.
+#: Index of the step histogram's first cell, which contains the sum of the durations.
 STEP_CELL: Final = 8
+#: Index of the step histogram's first count.
 _STEP_COUNTS: Final = STEP_CELL + 1
-#: Index of the first cell of the histogram of resets.
+#: Index of the reset histogram's first cell.
 RESET_CELL: Final = 32
 #: Index of the cell that contains the total duration of resets in the main thread, in
 #: nanoseconds. The durations of steps exclude these resets, which may run in a step.

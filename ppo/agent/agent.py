@@ -111,7 +111,7 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample actions with the parameters of a snapshot.
 
-        Log-probabilities are not computed here, because one call of `log_prob` for many
+        Log-probabilities are not computed here, because one call to `log_prob` for many
         steps is faster than one call per step.
 
         Args:

@@ -451,9 +451,9 @@ def report_errors(
 
     Args:
         log_format: With "text", warnings about envs are plain lines.
-        is_restartable: Whether a supervisor restarts the command. If so, an unknown
-            address is not an input error, because the servers may start later, and
-            the exit code after the loss of all servers is 3, as for a stopped run.
+        is_restartable: Whether a supervisor restarts the command. If so, the exit code
+            after the loss of all servers is 3, as for a stopped run, and an unknown
+            address is not an input error, because the servers may start later.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

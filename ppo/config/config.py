@@ -494,7 +494,8 @@ class Config:
     back."""
 
     min_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
-    """Minimum number of env servers available at the start; 0 means all."""
+    """Minimum number of env servers that must be available at the start; 0 means
+    all."""
 
     num_servers: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Number of env servers to spread the environments over. Set it if more servers
@@ -521,7 +522,7 @@ class Config:
     nonfinite: NonFinite = "raise"
     """What happens when an observation or reward is NaN or infinite: raise, mask or
     pass. "raise" ends the run with an error. "mask" ends the episode like any other
-    failure, see on_fault, and counts it in the metric nonfinite_episodes. "pass" skips
+    failure (see on_fault) and counts it in the metric nonfinite_episodes. "pass" skips
     the check in the environment's worker; the trainer then ends the run if it receives
     such a value."""
 

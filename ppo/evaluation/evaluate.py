@@ -368,7 +368,7 @@ def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
 
 
 def evaluation_seed(seed: int) -> int:
-    """Return the env seed of the final evaluation, which training does not use."""
+    """Return the env seed of the final evaluation; training does not use this seed."""
     return derived_seed(seed, 0, 2)
 
 

@@ -110,7 +110,7 @@ def play_episode(
     """Play and render one episode in a batch of one env.
 
     Args:
-        env: Env without autoreset, see `rendering_env_maker`.
+        env: Env without autoreset; see `rendering_env_maker`.
         act: Maps an observation `[1, ...]` to actions of the env.
         on_frame: Called with a frame, uint8 `[height, width, 3]`, after the reset and
             after each step.

@@ -71,8 +71,8 @@ def save(
         The folder of the new checkpoint.
 
     Raises:
-        OSError, tf.errors.OpError: The checkpoint cannot be written, see
-            `RunFolder.writing`; earlier checkpoints are not affected.
+        OSError, tf.errors.OpError: The checkpoint cannot be written (see
+            `RunFolder.writing`); earlier checkpoints are not affected.
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"

@@ -1,4 +1,4 @@
-"""Record the code and servers of runs and configs that the user trusts.
+"""Record which code and servers the user trusts, of those that runs and configs name.
 
 A run folder or config file looks like data, but it names code: an env's file, modules,
 an algorithm, a network, a loss, callbacks. This code is loaded without confirmation

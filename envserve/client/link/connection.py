@@ -319,7 +319,7 @@ class Connection:
         """Return whether an unfinished message is larger than the protocol allows.
 
         Args:
-          is_connected: Whether a peer is connected, from a preceding call of `poll`.
+          is_connected: Whether a peer is connected, as the last `poll` returned.
         """
         most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._byte_counter.count(is_connected) > most

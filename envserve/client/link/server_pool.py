@@ -48,7 +48,7 @@ class ServerPool:
       addresses: Addresses of all servers at construction.
       has_alternatives: Whether there can ever be more than one server.
       placement: The servers of the lanes; a lane is represented by its session driver.
-      spread_at: Time of the next call of `spread`.
+      spread_at: Time of the next call to `spread`.
       polled_at: Start of the last poll of all servers that has been completed, in
         seconds of `time.monotonic`.
     """

@@ -1,4 +1,4 @@
-"""The ROUTER sockets of a server, which can close all connections and reopen.
+"""The ROUTER sockets of a server; `reopen` closes all connections.
 
 libzmq 4.3.5 can neither limit the memory and descriptors of its connections nor close a
 single connection. When connections use too much, `reopen` closes all of them, which
@@ -224,7 +224,7 @@ class ServerSockets:
     def is_shut_out(self, user: str) -> bool:
         """Return whether the user is rejected for causing `reopen` too often.
 
-        Each call of `reopen` closes the connections of all users; a call that names
+        Each call to `reopen` closes the connections of all users; a call that names
         this user as the cause counts for `_BLAMED_SECONDS`.
         """
         since = self._loop.time() - _BLAMED_SECONDS

@@ -51,7 +51,7 @@ class Zap:
 
     Attributes:
       counts: Number of replies by status.
-      num_admitted: Number of admitted connections by user, since the last call of
+      num_admitted: Number of admitted connections by user, since the last call to
         `take_suspect`.
       addresses: Address of each user's latest connection.
       is_quiet: Whether to omit refusals from the log and the audit log.

@@ -70,7 +70,7 @@ class Attachment:
     Attributes:
       address: Address of the current server, for error messages and logs.
       attach: Arguments of the ATTACH requests.
-      machine: State of the session, see `ClientState`.
+      machine: State of the session; see `ClientState`.
       error: Reason why the session is LOST; None otherwise.
       connect_error: Reason why there is no connection, if the transport found one.
       tried_text: Text with the addresses that the transport has tried for the host
@@ -250,8 +250,8 @@ class Attachment:
         _LOGGER.warning("%s; requesting a new lease", error)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
-        # If the server is silent, for example when a call is interrupted, the loss
-        # begins with the silence.
+        # If the server was already silent (an interrupted call may have been waiting
+        # for its answer), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(str(error), error)

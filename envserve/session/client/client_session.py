@@ -109,7 +109,7 @@ class ClientSession:
     def give_up_error(self) -> EnvserveError | None:
         """Reason why callers should stop waiting; None if they should not.
 
-        The session continues to request a lease, see `Timeouts.pads_lost_rows`.
+        The session continues to request a lease; see `Timeouts.pads_lost_rows`.
         """
         loss = self.attachment.lost_lease
         return None if loss is None else loss.give_up_error
@@ -426,7 +426,7 @@ _HANDLERS: Final[
 ] = {
     MessageType.WELCOME: _on_welcome,
     MessageType.GRANTED: _on_granted,
-    MessageType.BUILDING: lambda *_: True,  # only ends the silence, see `receive`
+    MessageType.BUILDING: lambda *_: True,  # only ends the silence; see `receive`
     MessageType.RESULT: _on_result,
     MessageType.CALL_RESULT: _on_result,
     MessageType.PONG: _on_pong,

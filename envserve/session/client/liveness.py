@@ -19,7 +19,7 @@ PING_SECONDS: Final = 1.0
 _UNREACHABLE_SECONDS: Final = 3.5
 #: Seconds without a connection until a server counts as unreachable.
 _DISCONNECTED_SECONDS: Final = 1.0
-#: If more seconds than this pass between two calls of `advance`, the client process was
+#: If more seconds than this pass between two calls to `advance`, the client process was
 #: suspended, because it normally calls `advance` more often.
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second. The limit is increased by
@@ -36,9 +36,9 @@ class Timeouts:
     connect_seconds: float = 10.0
     """Maximum silence of the server until it grants the first lease, in seconds."""
     lost_seconds: float = 60.0
-    """Maximum silence or time without a lease, in seconds, once the first lease was
-    granted. Also the maximum time, but at least 8 s, for which the server may ignore a
-    request."""
+    """Maximum silence of the server, and maximum time without a lease, in seconds,
+    after the first lease was granted. The server may ignore a request for the same
+    time, or for 8 s if that is longer."""
     operation_seconds: float = 3600.0
     """Maximum duration, in seconds, of an operation that the server reports as running,
     and of building envs that replace lost ones."""
@@ -169,7 +169,7 @@ class UnsolicitedLimit:
         Args:
           message_type: Type of the message; a description if the message is malformed.
           num_bytes: Length of the message.
-          num_pieces: Number of pieces of the longest reply, see `ClientBlocks`.
+          num_pieces: Number of pieces of the longest reply; see `ClientBlocks`.
           now: Time of arrival.
 
         Raises:

@@ -71,9 +71,9 @@ from envserve.wire.rows import BlockParts, RowCodec
 _BUSY: Final = frozenset({BlockState.RUNNING, BlockState.ABSENT})
 _TUPLE_NEW: Final = tuple.__new__  # faster than the constructor of a NamedTuple
 
-#: Number of separate replies that fit into the send queue of a client even if it is not
-#: reading. Each repetition of the replies starts this many blocks later, so that no
-#: reply is always dropped.
+#: Number of separate replies that fit into the send queue of a client even if it does
+#: not read. Each time the replies are sent again, they start this many blocks after the
+#: previous start, so that the queue does not always drop the same replies.
 _REPLIES_PER_ROUND: Final = 32
 
 

@@ -1,6 +1,6 @@
 """Admits a server's leases, starts the builds of their envs, and ends the leases.
 
-A lease is in the table from its ATTACH until its workers have exited, see `LeaseState`.
+A lease is in the table from its ATTACH until its workers have exited; see `LeaseState`.
 During this time its envs count as leased. The table stores why recent leases ended, so
 that a delayed ATTACH does not create a lease that its client no longer wants. See the
 decisions "Envs are free once their workers are gone" and "Sessions are keyed by user

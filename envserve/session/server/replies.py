@@ -53,7 +53,7 @@ class ReplyBuilder:
         """Return a reply to a request.
 
         Args:
-          request: The request, or a notice header, see `LeaseRecord.notice_header`.
+          request: The request, or a notice header; see `LeaseRecord.notice_header`.
           type_: Type of the reply.
           body: Body of the reply.
           entries: Pairs (block, seq) of the reply; by default those of the request.

@@ -97,7 +97,7 @@ class ServerSession:
           settings: Settings of the server.
           env_names: Names of the envs that clients can request.
           boot: Random number in [1, 2**64).
-          grant_of: Function that returns the grant of a user's key, see `Quotas`.
+          grant_of: Function that returns the grant of a user's key; see `Quotas`.
         """
         self.boot = boot
         self.num_dropped_messages = 0

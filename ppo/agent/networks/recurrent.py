@@ -210,7 +210,7 @@ def next_state(
 ) -> tf.Tensor:
     """Return the states before the next observation.
 
-    The state of a padding row does not change, because the next step returns the same
+    The state of a padding row does not change: the next step returns the same
     observation again, and the core must not process an observation twice.
 
     Args:

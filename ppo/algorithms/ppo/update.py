@@ -215,9 +215,10 @@ class Updater:
         """Prepare the rollout for learning.
 
         Returns:
-            The samples; the features, final features and rewards that `_advantages`
-            takes; its dict of advantages and targets; and a pair of the value of each
-            sample and the metric `ratio_deviation`.
+            * The samples.
+            * The features, final features and rewards, as arguments for `_advantages`.
+            * The advantages and targets, the dict that `_advantages` returns.
+            * The value of each sample, and the metric `ratio_deviation`, as a pair.
         """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))

@@ -36,7 +36,8 @@ class ByteCounter:
         port = address.rpartition(":")[2]
         is_counted = sys.platform == "linux" and address.startswith("tcp:")
         self._port = int(port) if is_counted and port.isdigit() else 0
-        #: Numbers of messages and bytes that were received before counting began.
+        #: Numbers of messages and bytes received when counting began, with which later
+        #: numbers are compared.
         self._num_messages = self._num_bytes = 0
         self._is_connected, self._since = False, math.inf
         #: Descriptor of the connection that delivered the last message; None if it has
