@@ -51,8 +51,9 @@ def sac(
         },
         notes=[
             "Batches of 256 transitions, networks of 256x256, one gradient step per "
-            f"env step. ppo steps 4 envs in {workers} workers, SB3 one env in its "
-            "process. x: steps/s relative to SB3's.",
+            f"env step. ppo steps 4 envs in {workers} workers and trains with two "
+            "TensorFlow threads; SB3 steps one env in its process and trains with one "
+            "torch thread. x: steps/s relative to SB3's.",
         ],
     )
 
@@ -78,7 +79,9 @@ def training_ours(config: Config, steps: int, workers: int) -> Iterator[Measure]
 
 @contextlib.contextmanager
 def training_sb3(config: Config, steps: int) -> Iterator[Measure]:
-    """Train with Stable-Baselines3's SAC; torch chooses the number of threads."""
+    """Train with Stable-Baselines3's SAC."""
+    torch = import_peer("torch")
+    torch.set_num_threads(1)
     stable_baselines3 = import_peer("stable_baselines3")
     settings = config.algorithm_settings
     model = stable_baselines3.SAC(
