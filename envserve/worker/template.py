@@ -310,7 +310,7 @@ class _Template:
             if not (modules or env_names):
                 self._report({"importing": "the env modules of installed packages"})
             try:
-                names = [*registry.Registry(env_names or None).names]
+                names = [*registry.offered_names(env_names or None)]
             except EnvserveError as names_error:
                 error = str(names_error)
         self._undo_import_effects()
