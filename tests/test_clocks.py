@@ -45,7 +45,6 @@ DATES = {
     "envserve/cli/keys.py:make: time.time",
     "scripts/fill_server.py:let_in: time.time",
     "scripts/flood_frames.py:main: time.time",
-    "scripts/knock_server.py:use_up_keys: time.time",
 }
 
 
