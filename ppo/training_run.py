@@ -224,10 +224,6 @@ class TrainingRun:
             **info_means(self.recent),
         }
 
-    def statistics(self) -> dict[str, float]:
-        """Return the algorithm's metrics that describe its current state."""
-        return self.algorithm.statistics()
-
     @property
     def is_finished(self) -> bool:
         """Whether the run has completed its steps, or a callback has stopped it."""

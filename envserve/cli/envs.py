@@ -27,12 +27,12 @@ def envs(
       address: Address of a server; by default, list the envs registered here.
     """
     from envserve.client.link.probe import request_welcome
-    from envserve.envs.registry import Registry
+    from envserve.envs.registry import offered_names
 
     import_from_here(import_)
     try:
         if address is None:
-            names = Registry(None, import_ or ()).names
+            names = offered_names(None, import_ or ())
         else:
             address = address_of(address)
             names = request_welcome(address, timeout, insecure=insecure).env_names

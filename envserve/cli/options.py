@@ -38,9 +38,9 @@ _LOG_FORMAT_HELP: Final = (
 
 def env_names() -> list[str]:
     """Return the registered env names, for shell completion."""
-    from envserve.envs.registry import Registry
+    from envserve.envs.registry import offered_names
 
-    return [*Registry(None, ()).names]
+    return [*offered_names()]
 
 
 def known_addresses() -> list[str]:

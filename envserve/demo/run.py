@@ -21,7 +21,7 @@ from envserve.demo.learner import Learner
 from envserve.demo.replay_check import ReplayCheck
 from envserve.demo.servers import DemoServer
 from envserve.demo.tcp_proxy import TcpProxy
-from envserve.envs.registry import Registry, make_env
+from envserve.envs.registry import make_env, offered_names
 from envserve.envs.seeding import draw_root_seed
 from envserve.envs.user_envs import env_name_of
 from envserve.errors import EnvTimeout, ServerError
@@ -86,7 +86,7 @@ class Demo:
         self._recovery: dict[str, float] = {}
         self._injecting, self._stepped = threading.Lock(), threading.Condition()
         self._error: BaseException | None = None
-        Registry([env])
+        offered_names([env])
         self._seed = draw_root_seed()
         self._learn_again()
         with contextlib.ExitStack() as stack:

@@ -54,49 +54,42 @@ _KEYWORD_KINDS: Final = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
 _names_by_module: Final[dict[str, tuple[str, ...]]] = {}
 
 
-class Registry:
-    """The env names on offer, fixed at startup.
+def offered_names(
+    names: Sequence[str] | None = None, import_modules: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Import the modules; return the names of the envs on offer, sorted.
 
-    Attributes:
-      names: The names, sorted.
+    Args:
+      names: Names to offer; a reference to a user env (see `user_envs`) offers that
+        env, or all envs that its file registers. None offers all registered envs.
+      import_modules: Modules or files that register envs when they are imported.
+
+    Raises:
+      UnknownEnv: A name is not registered, or a file registers no env.
+      EnvStartError: A module cannot be imported.
     """
-
-    def __init__(
-        self, names: Sequence[str] | None = None, import_modules: Iterable[str] = ()
-    ) -> None:
-        """Import the modules, then determine the offered names.
-
-        Args:
-          names: Names to offer; a reference to a user env (see `user_envs`) offers that
-            env, or all envs that its file registers. None offers all registered envs.
-          import_modules: Modules or files that register envs when they are imported.
-
-        Raises:
-          UnknownEnv: A name is not registered, or a file registers no env.
-          EnvStartError: A module cannot be imported.
-        """
-        import_env_modules(import_modules)
-        if names is None:
-            _register_installed()
-            # Gymnasium registers some names only to explain where an env has moved.
-            names = [
-                name
-                for name, spec in gymnasium.registry.items()
-                if len(name) <= _MAX_NAME_LENGTH
-                and not getattr(spec.entry_point, "__name__", "").startswith("_raise_")
-            ]
-        offered: set[str] = set()
-        for name in names:
-            env_names = import_env_modules([name]) if is_user_env(name) else (name,)
-            if not env_names:
-                raise UnknownEnv(
-                    f"{name} registers no env; call gymnasium.register() in it, or "
-                    f"name a class in it, like {name}:MyEnv"
-                )
-            offered.update(env_names)
-        for name in offered:
-            find_spec(name)
-        self.names = tuple(sorted(offered))
+    import_env_modules(import_modules)
+    if names is None:
+        _register_installed()
+        # Gymnasium registers some names only to explain where an env has moved.
+        names = [
+            name
+            for name, spec in gymnasium.registry.items()
+            if len(name) <= _MAX_NAME_LENGTH
+            and not getattr(spec.entry_point, "__name__", "").startswith("_raise_")
+        ]
+    offered: set[str] = set()
+    for name in names:
+        env_names = import_env_modules([name]) if is_user_env(name) else (name,)
+        if not env_names:
+            raise UnknownEnv(
+                f"{name} registers no env; call gymnasium.register() in it, or "
+                f"name a class in it, like {name}:MyEnv"
+            )
+        offered.update(env_names)
+    for name in offered:
+        find_spec(name)
+    return tuple(sorted(offered))
 
 
 def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:

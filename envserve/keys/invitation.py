@@ -65,11 +65,3 @@ class Invitation:
             except ValueError as error:
                 raise CodecError(str(error)) from None
         return cls(raw[:32], raw[32:], match["name"], addresses)
-
-    @property
-    def rejected_text(self) -> str:
-        """The error message if the server does not accept the invitation."""
-        return (
-            "this invitation was already used, or is older than 15 minutes; ask for a "
-            f"new one: envserve invite {self.name}"
-        )

@@ -149,6 +149,7 @@ class BlockOperations:
       has_new_absent: Whether a block has become absent since the flag was last cleared.
       outcomes: Outcomes of finished operations that have not been collected yet.
       metrics: Counters of these operations.
+      fault_log: Log of faults; deleted when the pool is closed.
       likely_last: The worker whose answer arrived last, and will probably be the last
         one again; None if waiting for only this worker is not safe.
       state: "ready", or the reason why nothing can be submitted.
@@ -169,7 +170,7 @@ class BlockOperations:
         self.likely_last: SupervisedWorker | None = None
         self.state = "starting"
         self._workers = workers
-        self._fault_log = fault_log
+        self.fault_log = fault_log
         self._slots = [_BlockSlot(block, workers.all[block.worker]) for block in blocks]
         self.losses: dict[int, Lost] = {}
         self._sequence = 0
@@ -258,7 +259,7 @@ class BlockOperations:
             rows = reset.env_indices or block.rows
             self.metrics.begin_episodes(rows, block.index)
             if reset.options:
-                self._fault_log.reset_options.update(dict.fromkeys(rows, reset.options))
+                self.fault_log.reset_options.update(dict.fromkeys(rows, reset.options))
 
     def _begin_lost_block(self, slot: _BlockSlot) -> None:
         slot.save_final_observation(self._rows)
@@ -305,7 +306,7 @@ class BlockOperations:
             if self.state != "starting" or worker.error is None:
                 slots = self._slots_of(worker)
                 running = {p.block.index: p.kind for p in slots if p.kind}
-                self._fault_log.log_worker_loss(worker, event, running, now)
+                self.fault_log.log_worker_loss(worker, event, running, now)
             self._mark_lost(worker, event, now)
 
     def _on_ready(self, worker: SupervisedWorker, spec: EnvSpec, now: float) -> None:
@@ -314,7 +315,7 @@ class BlockOperations:
             return
         if self.state == "starting":
             assert workers.slab is not None, "all workers are ready"
-            self._fault_log.attach(workers.slab, spec)
+            self.fault_log.attach(workers.slab, spec)
             self.metrics.slab = workers.slab
             self.state = "ready"
         messages = [
@@ -363,21 +364,21 @@ class BlockOperations:
             is_same = config.vectorized and fault is not faults[0]
             if not (has_arguments or is_same):
                 self.metrics.faults[fault.status] += 1
-                self._fault_log.log_env_failure(fault, worker, now)
+                self.fault_log.log_env_failure(fault, worker, now)
         for fault in outcome.retried:
-            self._fault_log.log_env_failure(fault, worker, now)
+            self.fault_log.log_env_failure(fault, worker, now)
         if is_step:
             self.metrics.record_step(block.index, now - slot.started_at, now)
         if outcome.warnings:
             outcome = outcome._replace(
-                warnings=self._fault_log.warn_once(outcome.warnings)
+                warnings=self.fault_log.warn_once(outcome.warnings)
             )
         if faults and not is_step:
             # The operation ends with an error, although all envs were reset: an env
             # that failed was rebuilt, and reset without seed and options.
-            failure = self._fault_log.reset_error(faults[0])
+            failure = self.fault_log.reset_error(faults[0])
             if has_arguments:
-                self._fault_log.log_reset_error(failure, len(faults), now)
+                self.fault_log.log_reset_error(failure, len(faults), now)
             outcome = Outcome(block.index, error=failure)
         self._finish(slot, outcome)
 
@@ -423,7 +424,7 @@ class BlockOperations:
             self._workers.error = self._workers.error or worker.error
             return
         self.metrics.restarts += 1
-        self._fault_log.clear_records(worker)
+        self.fault_log.clear_records(worker)
         text = f"{worker.label} {lost.text}"
         loss = Lost(lost.status, f"{text}{worker.stderr_note}")
         for slot in self._slots_of(worker):
@@ -535,19 +536,11 @@ class BlockOperations:
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
 
-    def log_suppressed_faults(self, now: float) -> None:
-        """Log how many faults were not logged since the last log line."""
-        self._fault_log.log_suppressed(now)
-
     def release(self, now: float) -> None:
         """Log suppressed faults, and release the slab, because the pool is closed."""
-        self._fault_log.log_suppressed(now, 0.0)
-        del self._fault_log
+        self.fault_log.log_suppressed(now, 0.0)
+        del self.fault_log
         self.metrics.slab = None
-
-    def flight_record(self, row: int) -> bytes:
-        """Return a row's repro file; empty if there is no such row or no reset yet."""
-        return self._fault_log.flight_record(row)
 
     def _slots_of(self, worker: SupervisedWorker) -> list[_BlockSlot]:
         return [slot for slot in self._slots if slot.worker is worker]

@@ -59,7 +59,8 @@ class PoolInspector:
         if board is None:
             return FrameResult(), b""
         if request.record:
-            if not (record := self._operations.flight_record(rows[0]) if rows else b""):
+            log = self._operations.fault_log
+            if not (record := log.flight_record(rows[0]) if rows else b""):
                 raise RemoteProtocolError(
                     "expected the row of an env that has been reset"
                 )

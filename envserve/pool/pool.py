@@ -296,7 +296,7 @@ class Pool:
             for worker, event in workers.watch(now):
                 operations.handle(worker, event, now)
             if operations.state != "closing":
-                operations.log_suppressed_faults(now)
+                operations.fault_log.log_suppressed(now)
                 if workers.error is not None:
                     self.begin_close()
         return now

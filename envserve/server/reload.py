@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Final
 
-from envserve.envs.registry import Registry, preload
+from envserve.envs.registry import offered_names, preload
 from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
 
@@ -148,8 +148,8 @@ def _probe(host: HostSettings) -> list[str]:
 def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
     loaded = set(sys.modules)
     try:
-        registry = Registry(host.env_names, host.import_modules)
-        for name in registry.names if host.env_names else ():
+        names = offered_names(host.env_names, host.import_modules)
+        for name in names if host.env_names else ():
             preload(name)
     except Exception as error:
         send((str(error) or repr(error), []))

@@ -235,15 +235,15 @@ def check_versions(welcome: Welcome, address: str) -> None:
         )
 
 
-def error_body_of(error: EnvserveError, executed: Executed) -> ErrorBody:
+def error_body_of(error: EnvserveError) -> ErrorBody:
     """Return the ERROR that reports a server's exception."""
     codes = (code for code, kind in _SHARED_ERRORS.items() if isinstance(error, kind))
     code = next(codes, ErrorCode.INTERNAL)
     if not isinstance(error, EnvError):
-        return ErrorBody(code=code, executed=executed, text=str(error))
+        return ErrorBody(code=code, executed=Executed.UNKNOWN, text=str(error))
     return ErrorBody(
         code=code,
-        executed=executed,
+        executed=Executed.UNKNOWN,
         text=error.message,
         traceback=error.remote_traceback,
         env_index=error.env_index,

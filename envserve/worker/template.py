@@ -212,7 +212,10 @@ class _Template:
         deadline = time.monotonic() + _KILL_ALL_SECONDS
         wakeup = unpatched.poll()
         wakeup.register(self._wakeup, select.POLLIN)
-        while (remaining := self._other_children()) and time.monotonic() < deadline:
+        # The resource tracker exits by itself.
+        while remaining := {*_child_pids()} - {self._tracker_pid}:
+            if time.monotonic() >= deadline:
+                return
             for pid in remaining:
                 kill_group(pid)
             wakeup.poll(50)
@@ -221,27 +224,17 @@ class _Template:
                 while unpatched.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
-    def _other_children(self) -> set[int]:
-        """Return the ids of all children except the resource tracker.
-
-        The resource tracker exits by itself.
-        """
-        return {*_child_pids()} - {self._tracker_pid}
-
-    def _kill_orphans(self) -> None:
-        """Kill the processes that exited workers have left behind."""
-        self._kill_orphans_at = math.inf
-        for pid in {*_child_pids()} - self._import_children - {*self._workers.values()}:
-            kill_group(pid)
-
     def _kill_overdue(self) -> int | None:
-        """Kill the workers and orphans whose deadline has passed.
+        """Kill the workers and orphans (left by exited workers) that are overdue.
 
         Return the milliseconds until the next deadline, or None if there is none.
         """
         now = time.monotonic()
         if now >= self._kill_orphans_at:
-            self._kill_orphans()
+            self._kill_orphans_at = math.inf
+            known = {*self._import_children, *self._workers.values()}
+            for pid in {*_child_pids()} - known:
+                kill_group(pid)
         overdue = [request for request, due in self._kill_at.items() if due <= now]
         for request in overdue:
             del self._kill_at[request]
@@ -310,7 +303,7 @@ class _Template:
             if not (modules or env_names):
                 self._report({"importing": "the env modules of installed packages"})
             try:
-                names = [*registry.Registry(env_names or None).names]
+                names = [*registry.offered_names(env_names or None)]
             except EnvserveError as names_error:
                 error = str(names_error)
         self._undo_import_effects()

@@ -174,14 +174,11 @@ class KeyedStranger:
         server: bytes,
         pair: KeyPair,
         frames: Sequence[Buffer],
-        routing_id: bytes = b"",
     ) -> None:
         """Connect and send a message; `server` is the expected key of the server."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        if routing_id:
-            self.socket.setsockopt(zmq.ROUTING_ID, routing_id)
         use_keys(self.socket, server, pair)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self._monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(events)

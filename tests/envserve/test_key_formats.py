@@ -98,10 +98,6 @@ def test_an_invitation_is_one_line_and_can_be_parsed() -> None:
         r"envserve-invite-1\.[\w-]{86}\.trainer-1@sim1:5555,\[::1\]:7", line
     )
     assert Invitation.parse(f"  {line}\n") == invitation
-    assert invitation.rejected_text == (
-        "this invitation was already used, or is older than 15 minutes; ask for a "
-        "new one: envserve invite trainer-1"
-    )
 
 
 def test_an_invitation_that_is_cut_off_is_called_incomplete() -> None:

@@ -10,7 +10,7 @@ import gymnasium
 import pytest
 
 from envserve.envs import registry
-from envserve.envs.registry import Registry, import_env_modules, make_env
+from envserve.envs.registry import import_env_modules, make_env, offered_names
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.text import install_command
 
@@ -18,35 +18,26 @@ LEDGER = "envserve/Ledger-v0"
 
 
 def test_without_names_every_registered_env_is_offered() -> None:
-    offer = Registry(import_modules=["tests.oracle.probe_envs"])
-    assert {"CartPole-v1", LEDGER} <= set(offer.names)
-    assert list(offer.names) == sorted(offer.names)
+    names = offered_names(import_modules=["tests.oracle.probe_envs"])
+    assert {"CartPole-v1", LEDGER} <= set(names)
+    assert list(names) == sorted(names)
 
 
 def test_with_names_only_those_are_offered() -> None:
-    offer = Registry(["Pendulum-v1", "CartPole-v1", "CartPole-v1"])
-    assert offer.names == ("CartPole-v1", "Pendulum-v1")
-
-
-def test_envs_that_are_registered_later_are_not_offered() -> None:
-    offer = Registry()
-    gymnasium.register("RegisteredLater-v0", "tests.oracle.probe_envs:LedgerEnv")
-    try:
-        assert "RegisteredLater-v0" not in offer.names
-    finally:
-        del gymnasium.registry["RegisteredLater-v0"]
+    names = offered_names(["Pendulum-v1", "CartPole-v1", "CartPole-v1"])
+    assert names == ("CartPole-v1", "Pendulum-v1")
 
 
 def test_names_that_only_explain_where_an_env_has_moved_are_not_offered() -> None:
     assert {"Ant-v2", "Ant-v5", "GymV21Environment-v0"} <= gymnasium.registry.keys()
-    names = {*Registry().names}
+    names = {*offered_names()}
     assert {"Ant-v5", "CartPole-v1"} <= names
     assert not {"Ant-v2", "GymV21Environment-v0"} & names
 
 
 def test_the_error_about_an_unknown_name_suggests_only_similar_names() -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
-        Registry(["CartPool-v1"])
+        offered_names(["CartPool-v1"])
     for name, hint in (
         ("Pendulum-v0", "mean Pendulum-v1"),
         ("lunarlander", "LunarLander-v3"),
@@ -101,7 +92,7 @@ def test_the_error_about_a_failing_module_names_its_exception(
     (tmp_path / "broken_envs.py").write_text("raise RuntimeError('no licence')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(EnvStartError, match=r"'broken_envs'.*RuntimeError: no licence"):
-        Registry(import_modules=["broken_envs"])
+        offered_names(import_modules=["broken_envs"])
 
 
 def test_preload_imports_the_module_of_an_env(

@@ -21,7 +21,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from envserve.envs.registry import Registry
+from envserve.envs.registry import offered_names
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.server import event_loop
@@ -89,8 +89,8 @@ async def running(
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
     """Run a ServerLoop in this process, with a connected peer."""
     host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
-    registry = Registry(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
-    session = kind(host, registry.names, BOOT)
+    names = offered_names(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
+    session = kind(host, names, BOOT)
     peers = zmq.asyncio.Context()
     loop = asyncio.get_running_loop()
     sockets = ServerSockets([address := f"ipc://{folder}/socket"], 1 << 20, loop)

@@ -16,7 +16,7 @@ from gymnasium.envs.registration import EnvSpec
 
 from envserve.client import BatchEnv
 from envserve.envs import registry
-from envserve.envs.registry import Registry, import_env_modules, make_env
+from envserve.envs.registry import import_env_modules, make_env, offered_names
 from envserve.envs.user_envs import (
     env_name_of,
     name_and_imports,
@@ -168,8 +168,8 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
     walk_file: str,
 ) -> None:
     host = HostSettings(env_names=(f"{walk_file}:Walk", walk_file, "CartPole-v1"))
-    offer = Registry(host.env_names, host.import_modules)
-    assert offer.names == ("CartPole-v1", "Walk-v0", "walk_file:Walk")
+    names = offered_names(host.env_names, host.import_modules)
+    assert names == ("CartPole-v1", "Walk-v0", "walk_file:Walk")
     for name in ("walk_file:make_walk", f"{walk_file}:Walk", "Acrobot-v1"):
         with pytest.raises(UnknownEnv):
             make_env(name if "_" in name else "this:zen", {})
@@ -259,7 +259,7 @@ def test_the_error_about_a_missing_env_lists_the_known_ones(
 ) -> None:
     (tmp_path / "empty_file.py").write_text("")
     with pytest.raises(UnknownEnv, match=r"empty_file\.py registers no env; .*:MyEnv"):
-        Registry([str(tmp_path / "empty_file.py")])
+        offered_names([str(tmp_path / "empty_file.py")])
     with pytest.raises(UnknownEnv, match=r"expected walk_file.* to register .*'nope'"):
         import_env_modules([f"{walk_file}:nope"])
     with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
@@ -308,7 +308,7 @@ def test_installed_packages_offer_envs_as_entry_points(tmp_path: Path) -> None:
         make_env("Nothing-v0", {})
     for name in ("walks/Direct-v0", "Walk-v0"):
         assert make_env(name, {}).observation_space.shape == (4,)
-    assert {"walks/Direct-v0", "Walk-v0"} <= set(Registry().names)
+    assert {"walks/Direct-v0", "Walk-v0"} <= set(offered_names())
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_iterations_equal_their_recomputation(name: str) -> None:
         for _ in range(NUM_ITERATIONS):
             before = [arrays_of(network) for network in networks]
             with recorded_seeds(run) as seeds:
-                metrics = run.iterate() | run.statistics()
+                metrics = run.iterate() | run.algorithm.statistics()
             rollout = run.rollout
             # Otherwise, a rule for the end of an episode would not be tested.
             ends = rollout.terminated, rollout.truncated & rollout.valid, ~rollout.valid

@@ -63,7 +63,10 @@ def join(
     answered = [at for at, found in findings.items() if found is Finding.OK]
     if not answered:
         if Finding.UNKNOWN_CLIENT in findings.values():
-            raise ConnectError(invitation.rejected_text)
+            raise ConnectError(
+                "this invitation was already used, or is older than 15 minutes; ask "
+                f"for a new one: envserve invite {invitation.name}"
+            )
         raise ConnectError(_failure_text(findings, keys))
     message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
     left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())

@@ -134,7 +134,11 @@ class ServerSockets:
         self._secret = secret
         self._audit = audit
         self.addresses = list(binds)
-        _seed_routes()
+        # libzmq 4.3.5 draws the first peer's route from `rand()`, which libzmq does not
+        # seed, and counts up from there. If a peer announces the next route as its
+        # routing id, an assertion in libzmq (`routing_socket_base_t::add_out_pipe`)
+        # aborts this process.
+        ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._max_message_bytes = max_message_bytes
         self._loop = loop
@@ -165,7 +169,12 @@ class ServerSockets:
             if user == "local":
                 socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             elif self._secret is not None:
-                _use_keys(socket, self._secret)
+                socket.setsockopt(zmq.CURVE_SERVER, 1)
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
+                # Without ZAP_DOMAIN, libzmq accepts every key. Without
+                # ZAP_ENFORCE_DOMAIN, it accepts every key while no handler answers.
+                socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
+                socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.rotation = deque(self.by_number.values())
         self.pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
 
@@ -279,23 +288,3 @@ class ServerSockets:
         self.context.destroy(linger=_LINGER_MS)
         for listener in self._listeners:
             listener.close()
-
-
-def _seed_routes() -> None:
-    """Make the route that ZeroMQ gives to the first peer unpredictable.
-
-    libzmq 4.3.5 draws this route from `rand()`, which libzmq does not seed, and counts
-    up from there. If a peer announces the next route as its routing id, an assertion in
-    libzmq (`routing_socket_base_t::add_out_pipe`) aborts this process.
-    """
-    ctypes.CDLL(None).srand(ctypes.c_uint(secrets.randbits(32)))
-
-
-def _use_keys(socket: zmq.Socket[bytes], secret: bytes) -> None:
-    """Accept only keys that the context's `Zap` accepts."""
-    socket.setsockopt(zmq.CURVE_SERVER, 1)
-    socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-    # Without ZAP_DOMAIN, libzmq accepts every key. Without ZAP_ENFORCE_DOMAIN, it
-    # accepts every key while no handler answers.
-    socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)

@@ -254,7 +254,7 @@ class Attachment:
         # for its answer), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
-        self.client_blocks.mark_lost(str(error), error)
+        self.client_blocks.mark_lost(error)
         requests.change_session()
         if previous is None:
             self.send_hello(now)
@@ -434,7 +434,7 @@ class Attachment:
         error = ServerLost("no server is available for these rows yet")
         self.client_blocks = self._create_blocks(like.spec, blocks)
         self.client_blocks.is_vacant = True
-        self.client_blocks.mark_lost(str(error), error)
+        self.client_blocks.mark_lost(error)
         self.lost_lease = LostLease(error, now, give_up_error=error)
 
     def needs_server_since(self, now: float) -> float | None:

@@ -433,15 +433,14 @@ class ClientBlocks:
                 self._reported_absent.add(block)
                 self.absent_is_stale = True
 
-    def mark_lost(self, text: str, error: EnvserveError) -> None:
+    def mark_lost(self, error: EnvserveError) -> None:
         """Mark all envs as lost, and replace the requests that are in flight.
 
         Steps and resets become RESET requests for the next lease. Calls that were sent
         fail, because the envs may have executed them.
 
         Args:
-          text: Reason for the loss, shown in the infos of lost rows.
-          error: Error with which lost calls fail.
+          error: Error with which lost calls fail; the infos of lost rows show its text.
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
@@ -449,7 +448,7 @@ class ClientBlocks:
         for block in range(len(self.blocks)):
             if block not in self.lost and self._is_at_end(block):
                 self._lost_at_end.add(block)
-            self.lost.setdefault(block, text)
+            self.lost.setdefault(block, str(error))
         self._is_discarded = False
         for block, request in sorted(self.in_flight.items()):
             if request.type is MessageType.CALL:

@@ -60,7 +60,6 @@ from envserve.wire.constants import (
     RESET_BYTES,
     RESET_ROW_BYTES,
     ErrorCode,
-    Executed,
     MessageType,
 )
 from envserve.wire.handshake import error_body_of
@@ -442,7 +441,7 @@ class Lease:
             ],
             errors={
                 outcome.block: self._reply_builder.redacted_error(
-                    error_body_of(outcome.error, Executed.UNKNOWN)
+                    error_body_of(outcome.error)
                 )
                 for outcome in outcomes
                 if outcome.error is not None

@@ -354,7 +354,7 @@ class ServerSession:
     ) -> list[Decision]:
         """End a session whose envs could not be built, or are permanently lost."""
         record = self.leases[session_id]
-        body = error_body_of(error, Executed.UNKNOWN)
+        body = error_body_of(error)
         if record.lease is None and body.code is ErrorCode.INTERNAL:
             # The server may have run out of memory or file descriptors, for example.
             # For the client, this is a failed build like any other.
@@ -389,7 +389,7 @@ class ServerSession:
         record = self.leases.get(session_id)
         if record is None:
             return []
-        self.leases.close(record, error_body_of(error, Executed.UNKNOWN))
+        self.leases.close(record, error_body_of(error))
         return self.pool_closed(session_id)
 
     def pool_closed(self, session_id: SessionId) -> list[Decision]:
