@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import groupby
@@ -156,8 +158,10 @@ class BatchEnv:
         self._pending_call: Callable[[float], list[Any]] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
-        self._is_closed = False
+        #: Why the batch can no longer be used; empty while it can.
+        self._unusable = ""
         self.reset_infos: Mapping[int, Mapping[str, Any]] = {}
+        _BATCHES.add(self)
         self._is_encoded = self.spec.has_encoded_observations
 
     @classmethod
@@ -526,7 +530,7 @@ class BatchEnv:
           ServerError: A server was lost.
         """
         group = self._group
-        if group.queue.is_updating or self._is_closed or not self._has_reset:
+        if group.queue.is_updating or self._unusable or not self._has_reset:
             self._begin(needs_reset=True)
         if out is not None:
             self._check_out()
@@ -877,7 +881,7 @@ class BatchEnv:
 
     def close(self) -> None:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
-        if self._is_closed:
+        if self._unusable:
             return
         with contextlib.ExitStack() as stack:
             for lane in self.lanes:
@@ -885,7 +889,7 @@ class BatchEnv:
             for lane in self.lanes:
                 lane.begin_close()
             self._group.queue.close()
-        self._is_closed = True
+        self._unusable = "the batch is already closed"
 
     def __enter__(self) -> Self:
         return self
@@ -895,15 +899,15 @@ class BatchEnv:
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{lane.num_envs} {lane.name}" for lane in self.lanes)
-        state = "closed" if self._is_closed else "open"
+        state = "closed" if self._unusable else "open"
         return (
             f"<BatchEnv {self.spec.env_name}, {self.num_envs} envs: {parts}; {state}>"
         )
 
     def _begin(self, *, needs_reset: bool = False) -> None:
         """Check that the batch can be used; recover from an interrupted call."""
-        if self._is_closed:
-            raise EnvsClosed(f"{self.spec.env_name}: the batch is already closed")
+        if self._unusable:
+            raise EnvsClosed(f"{self.spec.env_name}: {self._unusable}")
         self._group.recover()
         if self._pending_reset is not None:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
@@ -967,6 +971,23 @@ class BatchEnv:
             if b"\0" in result.valid.tobytes():
                 recorder.count_invalid(result.valid, result.status)
         return result, first_error
+
+
+#: All batches of this process.
+_BATCHES: Final = weakref.WeakSet[BatchEnv]()
+
+
+def _disown_batches() -> None:
+    """Make all batches unusable in a forked child: their envs belong to the parent."""
+    for batch in _BATCHES:
+        batch._unusable = (
+            "the batch belongs to the process that created it; create a new batch in "
+            "this forked child"
+        )
+        batch._pending_reset = batch._pending_call = None
+
+
+os.register_at_fork(after_in_child=_disown_batches)
 
 
 def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:
