@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby
-from typing import Any, Final, Self, Unpack
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
@@ -67,6 +68,8 @@ from envserve.worker.attribute_calls import MAX_RESULT_VALUES
 
 Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _OK: Final = int(Status.OK)
 #: Maximum size in bytes of the encoded `set_attr` values in one call of a block, unless
@@ -80,6 +83,23 @@ class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
 
 class ResetFirst(LocalProtocolError, ResetNeeded):
     """The batch was stepped before all of its envs were reset."""
+
+
+def _exclusive(
+    method: Callable[Concatenate[BatchEnv, P], T],
+) -> Callable[Concatenate[BatchEnv, P], T]:
+    """Let a method raise LocalProtocolError while another thread uses the batch."""
+
+    @wraps(method)
+    def call(batch: BatchEnv, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not batch._lock.acquire(blocking=False):
+            raise batch._in_use_error()
+        try:
+            return method(batch, *args, **kwargs)
+        finally:
+            batch._lock.release()
+
+    return call
 
 
 class BatchEnv:
@@ -149,6 +169,9 @@ class BatchEnv:
         self.autoreset = autoreset
         self._actions = actions
         self._raises_faults = on_fault == "raise"
+        #: Held while a method runs. The thread that holds it may acquire it again, as a
+        #: signal handler that uses the batch does.
+        self._lock = threading.RLock()
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether every row of the
         #: batch has been reset at least once when this reset has finished.
@@ -369,6 +392,7 @@ class BatchEnv:
 
     # Resets.
 
+    @_exclusive
     def reset(
         self,
         env_indices: RowIndices = None,
@@ -404,6 +428,7 @@ class BatchEnv:
         finally:
             self.cancel_reset()
 
+    @_exclusive
     def send_reset(
         self,
         env_indices: RowIndices = None,
@@ -439,6 +464,7 @@ class BatchEnv:
             raise
         self._pending_reset = indices, positions, has_reset or env_indices is None
 
+    @_exclusive
     def recv_reset(self, timeout: float | None = None) -> Any:
         """Wait for the reset that `send_reset` has started, and return its result.
 
@@ -530,30 +556,36 @@ class BatchEnv:
           ServerError: A server was lost.
         """
         group = self._group
-        if group.queue.is_updating or self._unusable or not self._has_reset:
-            self._begin(needs_reset=True)
-        if out is not None:
-            self._check_out()
-        began_at = time.perf_counter()
-        all_rows = self._row_sets.all_rows
-        num_actions = 0 if self.is_single else self.num_envs
-        arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
-        if self.autoreset == "disabled":
-            self._check_not_ended(all_rows)
-        group.send(all_rows, arrays, together=True, is_cancelled=True)
-        ready = group.wait(all_rows.positions, None, math.inf)
-        result, error = self._result(all_rows, out)
-        self._recorder.latencies.append(time.perf_counter() - began_at)
-        if error is not None:
-            # An EnvError discards the other rows of the step, so all envs must be
-            # reset. A reset does not help if envs cannot be built any more.
-            is_fault = isinstance(error[1], EnvError)
-            self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
+        if not self._lock.acquire(blocking=False):
+            raise self._in_use_error()
+        try:
+            if group.queue.is_updating or self._unusable or not self._has_reset:
+                self._begin(needs_reset=True)
+            if out is not None:
+                self._check_out()
+            began_at = time.perf_counter()
+            all_rows = self._row_sets.all_rows
+            num_actions = 0 if self.is_single else self.num_envs
+            arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
+            if self.autoreset == "disabled":
+                self._check_not_ended(all_rows)
+            group.send(all_rows, arrays, together=True, is_cancelled=True)
+            ready = group.wait(all_rows.positions, None, math.inf)
+            result, error = self._result(all_rows, out)
+            self._recorder.latencies.append(time.perf_counter() - began_at)
+            if error is not None:
+                # An EnvError discards the other rows of the step, so all envs must be
+                # reset. A reset does not help if envs cannot be built any more.
+                is_fault = isinstance(error[1], EnvError)
+                self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
+                group.release(ready)
+                raise error[1]
             group.release(ready)
-            raise error[1]
-        group.release(ready)
-        return result
+            return result
+        finally:
+            self._lock.release()
 
+    @_exclusive
     def send(
         self, actions: Any, env_indices: RowIndices = None, *, together: bool = False
     ) -> None:
@@ -586,6 +618,7 @@ class BatchEnv:
             arrays = [array[order] for array in arrays]
         self._group.send(row_set, arrays, together=together)
 
+    @_exclusive
     def recv(
         self,
         min_envs: int | None = None,
@@ -664,6 +697,7 @@ class BatchEnv:
             with contextlib.suppress(EnvError):
                 self.recv(self.num_in_flight)
 
+    @_exclusive
     def cancel_step(self) -> None:
         """Discard the result of the step in flight, without waiting for it.
 
@@ -776,6 +810,7 @@ class BatchEnv:
         """
         self._pending_call = self._start_access(None, "call", name, arguments, kwargs)
 
+    @_exclusive
     def recv_call(self, timeout: float | None = None) -> list[Any]:
         """Wait for the call that `send_call` has started; return one value per env.
 
@@ -798,6 +833,7 @@ class BatchEnv:
             self._pending_call = finish
             raise
 
+    @_exclusive
     def _access(
         self,
         env_indices: RowIndices,
@@ -808,6 +844,7 @@ class BatchEnv:
     ) -> list[Any]:
         return self._start_access(env_indices, kind, name, arguments, kwargs)(math.inf)
 
+    @_exclusive
     def _start_access(
         self,
         env_indices: RowIndices,
@@ -879,6 +916,7 @@ class BatchEnv:
         """Return step and fault counts, and the latencies of recent steps."""
         return self._recorder.stats(self.lanes)
 
+    @_exclusive
     def close(self) -> None:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
         if self._unusable:
@@ -915,6 +953,12 @@ class BatchEnv:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self._has_reset:
             raise ResetFirst("call reset() for all envs before the first step")
+
+    def _in_use_error(self) -> LocalProtocolError:
+        return LocalProtocolError(
+            f"{self.spec.env_name}: another thread is using this batch; use it from "
+            "one thread at a time, or create a batch for each thread"
+        )
 
     def _check_out(self) -> None:
         if self._is_encoded:
@@ -985,6 +1029,7 @@ def _disown_batches() -> None:
             "this forked child"
         )
         batch._pending_reset = batch._pending_call = None
+        batch._lock = threading.RLock()  # another thread of the parent may hold it
 
 
 os.register_at_fork(after_in_child=_disown_batches)
