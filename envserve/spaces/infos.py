@@ -35,6 +35,10 @@ _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
 _EMPTY_MAP: Final = codec.encode({})
+#: Types of values that need no copy.
+_SCALARS: Final = frozenset(
+    {type(None), bool, int, float, str, np.bool_, np.int64, np.float32, np.float64}
+)
 
 
 class InfoBudget(NamedTuple):
@@ -254,9 +258,11 @@ def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of an info, including its nested containers and arrays.
 
     A copy is necessary because the env may change its info later, for example by
-    clearing it in the next reset.
+    clearing it in the next reset, and because several envs may share an info.
     """
     try:
+        if _SCALARS.issuperset(map(type, info.values())):  # the usual case
+            return {**info}
         copied: Mapping[str, Any] = _copy(info, {})
     except Exception:  # a user-defined container raised, or the nesting is too deep
         return info  # when the info is sent, values that cannot be encoded are omitted
