@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial, wraps
 from itertools import groupby
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
@@ -934,6 +934,12 @@ class BatchEnv:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a BatchEnv cannot be copied or pickled, because its envs belong to this "
+            "process; create it in the process that uses it"
+        )
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{lane.num_envs} {lane.name}" for lane in self.lanes)
