@@ -61,6 +61,14 @@ class Sharing(Env):
         return self.info
 
 
+class Swapped(Env):
+    observation_space = spaces.Box(0.0, 9.0, (2,), np.dtype(np.float32).newbyteorder())
+    action_space = spaces.Box(0, 9, (1,), np.dtype(np.int32).newbyteorder())
+
+    def step(self, action):
+        return *super().step(action)[:1], float(action[0]), False, False, {}
+
+
 class Dying(Env):
     def step(self, action):
         print("last words")
@@ -110,6 +118,14 @@ def test_infos_of_an_ended_episode_are_not_changed_by_the_next(
             if step % 3 == 0:
                 assert infos[1]["position"].tolist() == [3.0, 3.0]
                 assert infos[1]["all"] == [{"success": [True]}]
+
+
+def test_spaces_may_have_another_byte_order(envs: Path) -> None:
+    with BatchEnv.local(f"{envs}:Swapped", 2, num_workers=1) as env:
+        assert env.reset().tolist() == [[0.0, 0.0]] * 2
+        result = env.step(np.array([[3], [4]], np.int32))
+        assert result.observation.tolist() == [[1.0, 1.0]] * 2
+        assert result.reward.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
