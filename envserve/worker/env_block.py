@@ -107,11 +107,10 @@ class EnvBlock:
                 rewards.append(0.0)
                 continue
             rewards.append(reward)
-            if terminated or truncated:
+            is_end = terminated or truncated
+            if is_end:
                 ended.append((env.row - start, terminated, truncated))
-                if infos_of_ends and info:
-                    infos[env.row] = info
-            if infos_of_all and info:
+            if (infos_of_all or (infos_of_ends and is_end)) and info:
                 infos[env.row] = copy_info(info)
         block.reward[...] = rewards
         for position, terminated, truncated in ended:
