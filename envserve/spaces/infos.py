@@ -264,8 +264,14 @@ def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
     clearing it in the next reset, and because several envs may share an info.
     """
     try:
-        if _SCALARS.issuperset(map(type, info.values())):  # the usual case
+        types = {*map(type, info.values())}
+        if types <= _SCALARS:  # the usual case
             return {**info}
+        if types - {np.ndarray} <= _SCALARS:
+            return {
+                key: value.copy() if type(value) is np.ndarray else value
+                for key, value in info.items()
+            }
         copied: dict[str, Any] = _copy(info, {})
         return copied
     except Exception:  # a user-defined object raised, or the nesting is too deep
