@@ -106,7 +106,9 @@ class EnvError(EnvserveError, RuntimeError):
         if not issubclass(cls, kind):
             members = {"_plain": cls, "__module__": cls.__module__}
             cls = type(cls.__name__, (cls, kind), members)
-        error: Self = kind.__new__(cls, message)
+        # MemoryError's own `__new__` does not accept subclasses with several bases.
+        base = EnvserveError if kind is MemoryError else kind
+        error: Self = base.__new__(cls, message)
         return error
 
     def __init__(

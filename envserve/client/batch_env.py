@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby
-from typing import Any, Final, Self, Unpack
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
@@ -65,6 +68,8 @@ from envserve.worker.attribute_calls import MAX_RESULT_VALUES
 
 Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _OK: Final = int(Status.OK)
 #: Maximum size in bytes of the encoded `set_attr` values in one call of a block, unless
@@ -78,6 +83,23 @@ class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
 
 class ResetFirst(LocalProtocolError, ResetNeeded):
     """The batch was stepped before all of its envs were reset."""
+
+
+def _exclusive(
+    method: Callable[Concatenate[BatchEnv, P], T],
+) -> Callable[Concatenate[BatchEnv, P], T]:
+    """Let a method raise LocalProtocolError while another thread uses the batch."""
+
+    @wraps(method)
+    def call(batch: BatchEnv, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not batch._lock.acquire(blocking=False):
+            raise batch._in_use_error()
+        try:
+            return method(batch, *args, **kwargs)
+        finally:
+            batch._lock.release()
+
+    return call
 
 
 class BatchEnv:
@@ -147,6 +169,9 @@ class BatchEnv:
         self.autoreset = autoreset
         self._actions = actions
         self._raises_faults = on_fault == "raise"
+        #: Held while a method runs. The thread that holds it may acquire it again, as a
+        #: signal handler that uses the batch does.
+        self._lock = threading.RLock()
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether every row of the
         #: batch has been reset at least once when this reset has finished.
@@ -156,8 +181,10 @@ class BatchEnv:
         self._pending_call: Callable[[float], list[Any]] | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
-        self._is_closed = False
+        #: Why the batch can no longer be used; empty while it can.
+        self._unusable = ""
         self.reset_infos: Mapping[int, Mapping[str, Any]] = {}
+        _BATCHES.add(self)
         self._is_encoded = self.spec.has_encoded_observations
 
     @classmethod
@@ -365,6 +392,7 @@ class BatchEnv:
 
     # Resets.
 
+    @_exclusive
     def reset(
         self,
         env_indices: RowIndices = None,
@@ -400,6 +428,7 @@ class BatchEnv:
         finally:
             self.cancel_reset()
 
+    @_exclusive
     def send_reset(
         self,
         env_indices: RowIndices = None,
@@ -435,6 +464,7 @@ class BatchEnv:
             raise
         self._pending_reset = indices, positions, has_reset or env_indices is None
 
+    @_exclusive
     def recv_reset(self, timeout: float | None = None) -> Any:
         """Wait for the reset that `send_reset` has started, and return its result.
 
@@ -526,30 +556,36 @@ class BatchEnv:
           ServerError: A server was lost.
         """
         group = self._group
-        if group.queue.is_updating or self._is_closed or not self._has_reset:
-            self._begin(needs_reset=True)
-        if out is not None:
-            self._check_out()
-        began_at = time.perf_counter()
-        all_rows = self._row_sets.all_rows
-        num_actions = 0 if self.is_single else self.num_envs
-        arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
-        if self.autoreset == "disabled":
-            self._check_not_ended(all_rows)
-        group.send(all_rows, arrays, together=True, is_cancelled=True)
-        ready = group.wait(all_rows.positions, None, math.inf)
-        result, error = self._result(all_rows, out)
-        self._recorder.latencies.append(time.perf_counter() - began_at)
-        if error is not None:
-            # An EnvError discards the other rows of the step, so all envs must be
-            # reset. A reset does not help if envs cannot be built any more.
-            is_fault = isinstance(error[1], EnvError)
-            self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
+        if not self._lock.acquire(blocking=False):
+            raise self._in_use_error()
+        try:
+            if group.queue.is_updating or self._unusable or not self._has_reset:
+                self._begin(needs_reset=True)
+            if out is not None:
+                self._check_out()
+            began_at = time.perf_counter()
+            all_rows = self._row_sets.all_rows
+            num_actions = 0 if self.is_single else self.num_envs
+            arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
+            if self.autoreset == "disabled":
+                self._check_not_ended(all_rows)
+            group.send(all_rows, arrays, together=True, is_cancelled=True)
+            ready = group.wait(all_rows.positions, None, math.inf)
+            result, error = self._result(all_rows, out)
+            self._recorder.latencies.append(time.perf_counter() - began_at)
+            if error is not None:
+                # An EnvError discards the other rows of the step, so all envs must be
+                # reset. A reset does not help if envs cannot be built any more.
+                is_fault = isinstance(error[1], EnvError)
+                self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
+                group.release(ready)
+                raise error[1]
             group.release(ready)
-            raise error[1]
-        group.release(ready)
-        return result
+            return result
+        finally:
+            self._lock.release()
 
+    @_exclusive
     def send(
         self, actions: Any, env_indices: RowIndices = None, *, together: bool = False
     ) -> None:
@@ -582,6 +618,7 @@ class BatchEnv:
             arrays = [array[order] for array in arrays]
         self._group.send(row_set, arrays, together=together)
 
+    @_exclusive
     def recv(
         self,
         min_envs: int | None = None,
@@ -660,6 +697,7 @@ class BatchEnv:
             with contextlib.suppress(EnvError):
                 self.recv(self.num_in_flight)
 
+    @_exclusive
     def cancel_step(self) -> None:
         """Discard the result of the step in flight, without waiting for it.
 
@@ -772,6 +810,7 @@ class BatchEnv:
         """
         self._pending_call = self._start_access(None, "call", name, arguments, kwargs)
 
+    @_exclusive
     def recv_call(self, timeout: float | None = None) -> list[Any]:
         """Wait for the call that `send_call` has started; return one value per env.
 
@@ -794,6 +833,7 @@ class BatchEnv:
             self._pending_call = finish
             raise
 
+    @_exclusive
     def _access(
         self,
         env_indices: RowIndices,
@@ -804,6 +844,7 @@ class BatchEnv:
     ) -> list[Any]:
         return self._start_access(env_indices, kind, name, arguments, kwargs)(math.inf)
 
+    @_exclusive
     def _start_access(
         self,
         env_indices: RowIndices,
@@ -875,9 +916,10 @@ class BatchEnv:
         """Return step and fault counts, and the latencies of recent steps."""
         return self._recorder.stats(self.lanes)
 
+    @_exclusive
     def close(self) -> None:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
-        if self._is_closed:
+        if self._unusable:
             return
         with contextlib.ExitStack() as stack:
             for lane in self.lanes:
@@ -885,7 +927,7 @@ class BatchEnv:
             for lane in self.lanes:
                 lane.begin_close()
             self._group.queue.close()
-        self._is_closed = True
+        self._unusable = "the batch is already closed"
 
     def __enter__(self) -> Self:
         return self
@@ -893,17 +935,23 @@ class BatchEnv:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a BatchEnv cannot be copied or pickled, because its envs belong to this "
+            "process; create it in the process that uses it"
+        )
+
     def __repr__(self) -> str:
         parts = ", ".join(f"{lane.num_envs} {lane.name}" for lane in self.lanes)
-        state = "closed" if self._is_closed else "open"
+        state = "closed" if self._unusable else "open"
         return (
             f"<BatchEnv {self.spec.env_name}, {self.num_envs} envs: {parts}; {state}>"
         )
 
     def _begin(self, *, needs_reset: bool = False) -> None:
         """Check that the batch can be used; recover from an interrupted call."""
-        if self._is_closed:
-            raise EnvsClosed(f"{self.spec.env_name}: the batch is already closed")
+        if self._unusable:
+            raise EnvsClosed(f"{self.spec.env_name}: {self._unusable}")
         self._group.recover()
         if self._pending_reset is not None:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
@@ -911,6 +959,12 @@ class BatchEnv:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self._has_reset:
             raise ResetFirst("call reset() for all envs before the first step")
+
+    def _in_use_error(self) -> LocalProtocolError:
+        return LocalProtocolError(
+            f"{self.spec.env_name}: another thread is using this batch; use it from "
+            "one thread at a time, or create a batch for each thread"
+        )
 
     def _check_out(self) -> None:
         if self._is_encoded:
@@ -967,6 +1021,24 @@ class BatchEnv:
             if b"\0" in result.valid.tobytes():
                 recorder.count_invalid(result.valid, result.status)
         return result, first_error
+
+
+#: All batches of this process.
+_BATCHES: Final = weakref.WeakSet[BatchEnv]()
+
+
+def _disown_batches() -> None:
+    """Make all batches unusable in a forked child: their envs belong to the parent."""
+    for batch in _BATCHES:
+        batch._unusable = (
+            "the batch belongs to the process that created it; create a new batch in "
+            "this forked child"
+        )
+        batch._pending_reset = batch._pending_call = None
+        batch._lock = threading.RLock()  # another thread of the parent may hold it
+
+
+os.register_at_fork(after_in_child=_disown_batches)
 
 
 def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:

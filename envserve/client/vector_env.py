@@ -259,7 +259,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 f"Calling `close` while waiting for a pending call to "
                 f"`{pending}` to complete."
             )
-        self._finalizer()
+        self._batch.close()
 
     # The following methods are those that `gymnasium.vector.AsyncVectorEnv` has in
     # addition to those of `gymnasium.vector.VectorEnv`.

@@ -438,6 +438,9 @@ class BlockOperations:
             # This changes only rows of steps in flight. The caller may not have read
             # the rows of finished steps yet.
             slot.save_final_observation(self._rows)
+            # Servers must not send PENDING, even if the operation ends with an error.
+            status = self._rows.status[block.row_slice]
+            status[status == _PENDING] = Status.OK
             if slot.kind and worker.error is not None:
                 self._finish(slot, Outcome(block.index, error=worker.error))
             elif slot.kind == MessageKind.CALL:

@@ -194,7 +194,6 @@ class Launcher:
           host: User, environment and resource limits of the processes.
           lists_names: Whether the template lists the envs on offer; see `wait_names`.
         """
-        self._owner_pid = os.getpid()
         self.import_note = ""
         self.ends_in_import = False
         self.reserve = DescriptorReserve(num_reserved)
@@ -394,8 +393,6 @@ class Launcher:
 
     def close(self) -> None:
         """Stop the template process; this also kills all running workers."""
-        if os.getpid() != self._owner_pid:  # called in a forked child
-            return
         self._is_closed = True
         self.reserve.close()
         if not self._template_error:

@@ -12,7 +12,6 @@ Therefore, the rest of the pool need not be safe against interrupts.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
@@ -95,7 +94,6 @@ class Pool:
         )
         self.inspector = PoolInspector(self._workers, self._operations)
         self._is_released = False
-        self._owner_pid = os.getpid()
         try:
             self._advance(0.0, clock())
         except BaseException:
@@ -322,12 +320,11 @@ class Pool:
             second call can only shorten this time.
         """
         self._operations.state = "closing"
-        if os.getpid() == self._owner_pid:  # not called in a forked child
-            self._workers.begin_close(grace_seconds)
+        self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:
         """Close all workers, by force if necessary, within 2 seconds."""
-        if not self._is_released and os.getpid() == self._owner_pid:
+        if not self._is_released:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True

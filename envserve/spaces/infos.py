@@ -6,6 +6,7 @@ exceed the budget. The keys of omitted values are listed under the key "omitted"
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -35,6 +36,12 @@ _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})
 _OMITTED_VALUES: Final = 3
 _PACKER: Final = msgpack.Packer()
 _EMPTY_MAP: Final = codec.encode({})
+#: Replaces a value that cannot be copied.
+_NOT_PLAIN: Final = object()
+#: Types of values that need no copy.
+_SCALARS: Final = frozenset(
+    {type(None), bool, int, float, str, np.bool_, np.int64, np.float32, np.float64}
+)
 
 
 class InfoBudget(NamedTuple):
@@ -254,12 +261,26 @@ def copy_info(info: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of an info, including its nested containers and arrays.
 
     A copy is necessary because the env may change its info later, for example by
-    clearing it in the next reset.
+    clearing it in the next reset, and because several envs may share an info.
     """
     try:
-        copied: Mapping[str, Any] = _copy(info, {})
-    except Exception:  # a user-defined container raised, or the nesting is too deep
-        return info  # when the info is sent, values that cannot be encoded are omitted
+        types = {*map(type, info.values())}
+        if types <= _SCALARS:  # the usual case
+            return {**info}
+        if types - {np.ndarray} <= _SCALARS:
+            return {
+                key: value.copy() if type(value) is np.ndarray else value
+                for key, value in info.items()
+            }
+        copied: dict[str, Any] = _copy(info, {})
+        return copied
+    except Exception:  # a user-defined object raised, or the nesting is too deep
+        copied = {}
+    with contextlib.suppress(Exception):
+        for key, value in info.items():
+            copied[key] = _NOT_PLAIN  # will be omitted when the info is encoded
+            with contextlib.suppress(Exception):
+                copied[key] = _copy(value, {})
     return copied
 
 

@@ -66,7 +66,7 @@ class Leaf:
     Attributes:
       path: Path of keys to the leaf, such as "camera/left"; "" for the space itself.
       shape: Shape of one env's value, without the batch dimension.
-      dtype: Dtype of the space, never converted; uint8 if the leaf is encoded.
+      dtype: Dtype of the space in native byte order; uint8 if the leaf is encoded.
       space: Gymnasium space of the leaf.
       is_encoded: Whether values are stored as rows of bytes, uint8 `[bytes]`; see
         `variable_length`.
@@ -207,7 +207,9 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
         and space.dtype is not None
     ):
         _check_dtype(space, path)
-        yield Leaf(path, tuple(space.shape), np.dtype(space.dtype), space)
+        # Processes that share rows describe dtypes to each other without a byte order.
+        dtype = np.dtype(space.dtype).newbyteorder("=")
+        yield Leaf(path, tuple(space.shape), dtype, space)
     elif kind and kind not in FIXED_SHAPE_KINDS:
         max_bytes = getattr(space, "max_bytes", None)
         if kind == "text" and not isinstance(space, spaces.Text):

@@ -17,6 +17,7 @@ from envserve.lane import Fault
 from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import copy_info
 from envserve.spaces.leaves import is_finite
 from envserve.spaces.variable_length import decode_actions
 from envserve.worker import step_timings
@@ -106,12 +107,11 @@ class EnvBlock:
                 rewards.append(0.0)
                 continue
             rewards.append(reward)
-            if terminated or truncated:
+            is_end = terminated or truncated
+            if is_end:
                 ended.append((env.row - start, terminated, truncated))
-                if infos_of_ends and info:
-                    infos[env.row] = info
-            if infos_of_all and info:
-                infos[env.row] = info
+            if (infos_of_all or (infos_of_ends and is_end)) and info:
+                infos[env.row] = copy_info(info)
         block.reward[...] = rewards
         for position, terminated, truncated in ended:
             block.terminated[position] = terminated
@@ -199,7 +199,7 @@ class EnvBlock:
             is_counted = bool(faults) and faults[-1].env_index == row
             rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:
-                infos[row] = info
+                infos[row] = copy_info(info)
             rows = self._all_rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False

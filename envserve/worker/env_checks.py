@@ -169,8 +169,8 @@ def convert_reward(value: Any) -> float:
 
 
 def convert_flag(name: str, value: Any) -> bool:
-    """Convert `terminated` or `truncated` to a bool; None becomes False."""
-    if type(value) is bool or value is None:
+    """Convert `terminated` or `truncated` to a bool; an empty value becomes False."""
+    if type(value) is bool or (not isinstance(value, np.ndarray) and not value):
         return bool(value)
     number = _single_number(value)
     if number is None:

@@ -131,6 +131,11 @@ def test_the_error_about_an_invalid_address_file_names_the_line(
     assert probe(f"file://{path}") == (2, str(raised.value))
 
 
+def test_addresses_are_not_read_from_an_endless_device() -> None:
+    with pytest.raises(AddressError, match="not a regular file"):
+        resolve("file:///dev/zero")
+
+
 def test_ray_addresses_resolve_to_the_servers_in_ray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

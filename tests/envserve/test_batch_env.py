@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -100,6 +102,13 @@ def test_a_failed_connect_leaves_no_envs_leased_on_other_servers(
             )
     with BatchEnv.connect("CartPole-v1", [address], 2) as batch:
         assert batch.reset().shape == (2, 4)
+
+
+def test_a_batch_cannot_be_copied_or_pickled() -> None:
+    with BatchEnv.local("CartPole-v1", 1, 1) as batch:
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                copied(batch)
 
 
 def test_a_garbage_collected_batch_releases_its_envs(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from envserve import BatchEnv, make_vec
+from envserve.settings import Autoreset
 from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_message
 
 ENVS = """
@@ -43,6 +44,29 @@ class Env(gymnasium.Env):
         self.own["success"] = [True]
         info = {"position": self.position, "all": [self.own]}
         return self.position.copy(), 1.0, self.position[0] == 3.0, False, info
+
+
+class Sharing(Env):
+    info = {"row": 0, "rows": np.zeros(1, np.int64), "nested": {"row": [0]}}
+
+    def reset(self, seed=None):
+        return super().reset(seed=seed)[0], self.shared_info()
+
+    def step(self, action):
+        return *super().step(action)[:4], self.shared_info()
+
+    def shared_info(self):
+        row = self.np_random_seed
+        self.info["row"] = self.info["rows"][0] = self.info["nested"]["row"][0] = row
+        return self.info
+
+
+class Swapped(Env):
+    observation_space = spaces.Box(0.0, 9.0, (2,), np.dtype(np.float32).newbyteorder())
+    action_space = spaces.Box(0, 9, (1,), np.dtype(np.int32).newbyteorder())
+
+    def step(self, action):
+        return *super().step(action)[:1], float(action[0]), False, False, {}
 
 
 class Dying(Env):
@@ -94,6 +118,30 @@ def test_infos_of_an_ended_episode_are_not_changed_by_the_next(
             if step % 3 == 0:
                 assert infos[1]["position"].tolist() == [3.0, 3.0]
                 assert infos[1]["all"] == [{"success": [True]}]
+
+
+def test_spaces_may_have_another_byte_order(envs: Path) -> None:
+    with BatchEnv.local(f"{envs}:Swapped", 2, num_workers=1) as env:
+        assert env.reset().tolist() == [[0.0, 0.0]] * 2
+        result = env.step(np.array([[3], [4]], np.int32))
+        assert result.observation.tolist() == [[1.0, 1.0]] * 2
+        assert result.reward.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+def test_envs_of_a_worker_may_share_an_info(autoreset: Autoreset, envs: Path) -> None:
+    with BatchEnv.local(
+        f"{envs}:Sharing", 2, num_workers=1, infos="all", autoreset=autoreset
+    ) as env:
+        env.reset(seeds=[5, 6])
+        for infos in [
+            env.reset_infos,
+            *[env.step(np.zeros(2, np.int64)).infos for _ in range(3)],
+        ]:
+            for row, expected in enumerate([5, 6]):
+                assert infos[row]["row"] == expected
+                assert infos[row]["rows"].tolist() == [expected]
+                assert infos[row]["nested"] == {"row": [expected]}
 
 
 def test_infos_of_an_ended_episode_in_a_vector_env_are_not_changed_by_the_next(

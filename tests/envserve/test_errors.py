@@ -54,6 +54,16 @@ def test_env_error_shows_the_workers_traceback_after_the_message() -> None:
     assert error.remote_traceback == "Traceback: x\n\n"
 
 
+@pytest.mark.parametrize("ours", [EnvError, EnvStartError, CallError])
+@pytest.mark.parametrize("kind", [MemoryError, OSError, KeyError, UnicodeDecodeError])
+def test_env_error_is_also_the_envs_builtin_exception(
+    ours: type[EnvError], kind: type[Exception]
+) -> None:
+    error = ours("Env 3: raised", remote_traceback=f"{kind.__name__}: x")
+    assert isinstance(error, kind)
+    assert str(error).startswith("Env 3: raised")
+
+
 @pytest.mark.parametrize("kind", [EnvError, EnvStartError, CallError])
 def test_env_error_without_a_traceback_is_its_message(kind: type[EnvError]) -> None:
     error = kind("Env 3: raised")

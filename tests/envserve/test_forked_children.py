@@ -1,4 +1,4 @@
-"""A forked child that closes or drops envs leaves them to its parent."""
+"""A forked child cannot use the envs of its parent, and leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import contextlib, gc, os, signal, sys, time
 import numpy as np
 import envserve
 from envserve.client import BatchEnv
+from envserve.errors import LocalProtocolError
 
 MODULE, ADDRESS = sys.argv[1:]
 NAME = "envserve/Faulty-v0"
@@ -39,6 +40,21 @@ def fork(made, end):
 
 
 
+def use(made):
+    """Check that all operations of envs raise errors."""
+    envs = made[0]
+    operations = [envs.reset, lambda: envs.step(actions), envs.render]
+    if isinstance(envs, BatchEnv):
+        operations += [envs.recv, lambda: envs.send(actions)]
+    for operation in operations:
+        try:
+            operation()
+        except LocalProtocolError as error:
+            assert "forked child" in str(error), error
+        else:
+            sys.exit(f"{operation} has used the envs of the parent")
+    os._exit(0)
+
 
 makers = {
     "make": lambda: envserve.make(NAME, **({"address": ADDRESS} if ADDRESS else local)),
@@ -46,6 +62,7 @@ makers = {
     "batch": make_batch,
 }
 ends = {
+    "use": use,
     "close": lambda made: made[0].close(),
     "drop": lambda made: made.clear(),
     "exit": lambda made: sys.exit(0),

@@ -6,7 +6,7 @@ import copy
 import pickle
 import time
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,13 @@ from envserve.errors import RemoteProtocolError
 from envserve.lane import Block
 from envserve.spaces import codec
 from envserve.spaces.info_columns import RowInfos, split_columns
-from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos, join_infos
+from envserve.spaces.infos import (
+    InfoBudget,
+    PackedInfo,
+    copy_info,
+    encode_infos,
+    join_infos,
+)
 from envserve.wire.result_report import ResultReport
 from envserve.worker.worker_report import decode_report, encode_report, info_budgets
 from tests.envserve.stalls import fastest
@@ -313,3 +319,35 @@ def test_an_invalid_worker_report_raises_value_error(
     decode_report(codec.encode({**EMPTY, "faults": [FAULT]}), block, 64)
     with pytest.raises(ValueError, match=text):
         decode_report(codec.encode({**EMPTY, **changes}), block, 64)
+
+
+class Unbound:
+    """A proxy without a target, which raises whenever it is used."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name}")
+
+
+class Unreadable(Mapping[str, Any]):
+    """A mapping with a value that cannot be read."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise RuntimeError(f"no {key}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_values_that_raise_are_omitted() -> None:
+    infos = {0: {"a": Unbound(), "b": 1}, 1: {"a": Unreadable(), "b": 2}}
+    copies = {row: copy_info(info) for row, info in infos.items()}
+    budget = InfoBudget(1000, 1000)
+    decoded = codec.decode(encode_infos(copies, budget, budget))
+    assert decoded == {
+        0: {"b": 1, "omitted": ["a"]},
+        1: {"b": 2, "omitted": ["a"]},
+    }
+    assert copy_info(Unreadable()) == {}

@@ -191,15 +191,16 @@ def test_a_slow_reset_is_not_mistaken_for_a_hang(make_batch: MakeBatch) -> None:
     assert results[1].terminated.all()
 
 
+@pytest.mark.parametrize("seeds", [None, [3, 4]])
 def test_an_env_that_cannot_be_built_or_reset_is_an_error_with_its_traceback(
-    make_batch: MakeBatch,
+    make_batch: MakeBatch, seeds: list[int] | None
 ) -> None:
     with pytest.raises(EnvStartError, match="no simulator licence") as caught:
         make_batch(FAULTY, 2, 2, env_kwargs={"fault": "raise_in_init"})
     assert "in __init__" in caught.value.remote_traceback
     batch = make_batch(FAULTY, 2, 2, env_kwargs={"fault": "raise_in_reset"})
     with pytest.raises(EnvStartError, match="no level to load"):
-        batch.reset()
+        batch.reset(seeds=seeds)
 
 
 def test_a_constructor_that_ends_the_process_is_an_error(make_batch: MakeBatch) -> None:

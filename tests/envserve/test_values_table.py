@@ -7,6 +7,7 @@ on a server.
 from __future__ import annotations
 
 import contextlib
+import decimal
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from envserve.pool.launcher import Launcher
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
 from envserve.spaces.leaves import unflatten
-from envserve.worker.env_checks import EnvChecks, SpaceViolation
+from envserve.worker.env_checks import EnvChecks, SpaceViolation, convert_flag
 from envserve.worker.env_row import EnvRow
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess
@@ -141,6 +142,11 @@ def test_an_invalid_reset_is_not_repeated() -> None:
     assert str(outcome.error).startswith(
         "expected reset() to return an observation and an info dict; got a dict of 8"
     )
+
+
+@pytest.mark.parametrize("value", [None, [], {}, "", 0j, decimal.Decimal(0)], ids=repr)
+def test_an_empty_flag_is_false_at_the_end_of_an_episode(value: object) -> None:
+    assert convert_flag("truncated", value) is False
 
 
 def test_a_cast_is_logged_once(result: StepOfAllCases) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gymnasium.error import (
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvTimeout, LocalProtocolError
-from tests.envserve.conftest import MakeEnvs, local_or_tcp
+from tests.envserve.conftest import MakeEnvs, WaitUntil, local_or_tcp
 from tests.envserve.pool_driver import SCRIPT
 
 FAULTY = "envserve/Faulty-v0"
@@ -101,6 +102,32 @@ def test_a_call_out_of_order_is_rejected(make_envs: MakeEnvs, name: str) -> None
         getattr(envs, f"{other}_wait")()
     assert getattr(envs, f"{name}_wait")()[0].shape == (4, 4)
     envs.step([0] * 4)
+
+
+def test_other_threads_get_errors_during_a_step(
+    make_envs_here: MakeEnvs, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    gate, begun = tmp_path / "gate", tmp_path / "begun"
+    script = f"open({str(begun)!r}, 'w').close()\n"
+    script += f"while os.path.exists({str(gate)!r}): time.sleep(0.002)"
+    envs = make_envs_here(SCRIPT, 1, env_kwargs={"step": script})
+    envs.reset(seed=3)
+    gate.touch()
+    calls: list[Callable[[], Any]] = [
+        *(envs.reset, partial(envs.step, [0]), partial(envs.step_async, [0])),
+        *(partial(envs.get_attr, "value"), envs.close),
+    ]
+    with ThreadPoolExecutor(1) as other:
+        step = other.submit(envs.step, [1])
+        wait_until(begun.exists)
+        for call in calls:
+            with pytest.raises(LocalProtocolError, match="another thread is using"):
+                call()
+        gate.unlink()
+        assert step.result()[1].tolist() == [1]
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError):
+        envs.reset()
 
 
 def test_closing_while_a_call_is_pending_warns(make_envs: MakeEnvs) -> None:

@@ -10,9 +10,11 @@ from typing import Final
 from envserve import ray
 from envserve.address import NamedAddress, complete_address
 from envserve.errors import AddressError
+from envserve.regular_file import open_regular
 
 #: Schemes of address sources, whose addresses may change over time.
 SOURCE_SCHEMES: Final = ("dns://", "file://", "ray://")
+_MAX_FILE_BYTES: Final = 16 << 20
 
 
 def resolve(source: str) -> tuple[str, ...]:
@@ -61,7 +63,8 @@ def _from_name(source: str) -> tuple[str, ...]:
 def _from_file(source: str, path: str) -> tuple[str, ...]:
     """Return the addresses in a file, without resolving their host names."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with open_regular(Path(path), _MAX_FILE_BYTES) as file:
+            lines = file.read().decode().splitlines()
     except (OSError, ValueError) as error:
         text = f"{source!r:.200}: expected a file with one address per line; {error}"
         raise AddressError(text) from None

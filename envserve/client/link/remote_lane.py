@@ -146,10 +146,7 @@ class RemoteLane:
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
-        self._owner_pid = os.getpid()
-        self._finalizer = weakref.finalize(
-            self, _release, self._driver, self._owner_pid
-        )
+        self._finalizer = weakref.finalize(self, _release, self._driver, os.getpid())
         self._keeper = threading.Thread(
             target=_run_keeper,
             args=(weakref.ref(self), self._has_closed),
@@ -364,8 +361,6 @@ class RemoteLane:
         if self._has_closed.is_set():
             return
         self._is_closing = True
-        if os.getpid() != self._owner_pid:  # a forked child has no threads of the lane
-            return
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
         self._attacher.remove(self._waker)
@@ -381,8 +376,6 @@ class RemoteLane:
     def close(self) -> None:
         """Release the lease and close the connection, within 2 seconds; idempotent."""
         self.begin_close()
-        if os.getpid() != self._owner_pid:
-            return
         with self._lock:
             if not self._finalizer.alive:
                 return
