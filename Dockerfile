@@ -39,7 +39,7 @@ ENTRYPOINT ["envserve"]
 CMD ["start"]
 # The default address of `start`. --ready is omitted, because a server whose envs are all
 # leased is healthy. SIGTERM drains the server within the 10 s that Docker waits.
-HEALTHCHECK --interval=15s --timeout=10s --start-period=60s --start-interval=1s \
+HEALTHCHECK --interval=10s --timeout=10s --start-period=60s \
     CMD ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
 
 FROM base AS trainer

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from envserve.settings import HostSettings
+from scripts import build_images
 
 ROOT = Path(__file__).resolve().parent.parent
 HEALTH = ["envserve", "health", "--startup", "--live", "tcp://127.0.0.1:5555"]
@@ -149,6 +150,12 @@ def test_the_health_check_of_the_image_uses_the_default_address() -> None:
     assert address == HEALTH[-1]
 
 
+def test_docker_24_and_buildah_of_debian_12_accept_the_health_check() -> None:
+    (options,) = re.findall(r"^HEALTHCHECK (.*) \\$", stages()["server"], re.M)
+    names = re.findall(r"--([\w-]+)=", options)
+    assert set(names) <= {"interval", "timeout", "start-period", "retries"}
+
+
 def test_a_server_drains_before_docker_kills_it() -> None:
     assert not any("stop_grace_period" in service for service in SERVICES.values())
     assert HostSettings().drain_grace_seconds + 1 < 10
@@ -184,6 +191,39 @@ def test_the_server_image_does_not_contain_tensorflow() -> None:
     assert "train-cpu" in extras["trainer"]
     assert extras["server"] & {"train", "train-cpu"} == set()
     assert "mujoco" in extras["server"]
+
+
+def test_the_build_script_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(shutil, "which", lambda file: file if file == "ip" else None)
+    with pytest.raises(SystemExit, match=r"missing: buildah, debootstrap, root$"):
+        build_images.main()
+
+
+def test_the_build_script_runs_the_services_in_containers_of_their_images(
+    tmp_path: Path,
+) -> None:
+    containers = build_images.Containers(tmp_path, [])
+    assert containers.images.keys() == PROGRAMS.keys()
+    targets = {"keys": "server", "sim": "server", "trainer": "trainer"}
+    for name, target in targets.items():
+        service = SERVICES[name]
+        assert service["image"] == containers.images[target]
+        host = containers.servers[0] if name == "sim" else name
+        words = containers.command(host, ["program", "--option"])
+        assert words[-4:] == [host, "--", "program", "--option"]
+        mounted = [f"--volume={tmp_path}/{volume}" for volume in service["volumes"]]
+        home = service.get("environment", {}).get("ENVSERVE_HOME")
+        variables = [f"--env=ENVSERVE_HOME={home}"] if home else []
+        assert [w for w in words if w[:5] in ("--vol", "--env")] == mounted + variables
+
+
+def test_the_base_image_of_the_build_script_replaces_that_of_the_dockerfile() -> None:
+    name = build_images.BASE_IMAGE.removeprefix("docker.io/library/")
+    assert f"\nFROM {name} AS base\n" in (ROOT / "Dockerfile").read_text()
+    assert f"--uid {build_images.USER}" in stages()["base"]
 
 
 def test_the_image_creates_the_folder_of_the_runs_volume() -> None:
