@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from benchmarks.scores.document import (
     write_document,
 )
 from benchmarks.scores.many import _read, main
-from benchmarks.scores.run_one import Score, read_score, run_one
+from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import RANDOM_RETURNS, TASKS, Task
 from ppo.config.named_configs import CONFIGS, EXPECTED_RESULTS, expected_result
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
@@ -260,17 +261,15 @@ def test_finished_runs_are_not_repeated(
     (folder / "result.json").unlink()
     (folder / "from-before").touch()
     # Resume it in this process, because another one would load TensorFlow again.
-    resumed_jobs: list[tuple[Task, int, Path]] = []
-
-    def run_here(jobs: list[tuple[Task, int, Path]], _: int) -> list[Score]:
-        resumed_jobs.extend(jobs)
-        return [run_one(*job) for job in jobs]
-
     monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
-    monkeypatch.setattr("benchmarks.scores.many._run", run_here)
+    monkeypatch.setattr(
+        "concurrent.futures.ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
+    )
     main(None, seeds=1, runs=tmp_path, document=document, processes=1)
     assert (resumed := read_score(folder)) is not None
     assert (folder / "from-before").exists()
     assert (resumed.curve, resumed.final) == (first.curve, first.final)
+    monkeypatch.setattr(
+        "benchmarks.scores.many.run_one", None
+    )  # not to be called again
     main(None, seeds=1, runs=tmp_path, document=document, processes=1)
-    assert resumed_jobs == [(tiny, 0, folder)]
