@@ -109,7 +109,7 @@ class Learners:
             if indices:
                 rows = [tf.reshape(tensors[index], [-1]) for index in indices]
                 total = self._reduce(tf.concat(rows, 0))
-                parts = tf.split(total, [len(row) for row in rows])
+                parts = tf.split(total, [row.shape[0] for row in rows])
                 for index, part in zip(indices, parts, strict=True):
                     tensors[index] = tf.reshape(part, tensors[index].shape)
         return tf.nest.pack_sequence_as(nest, tensors)

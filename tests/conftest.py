@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import sys
 import tempfile
 import zlib
 from collections.abc import Generator
@@ -22,12 +23,16 @@ ROOT = Path(__file__).resolve().parent.parent
 #: The slowest test files, which run first, so that no worker of pytest-xdist is still
 #: busy when all others have finished.
 LONGEST = (
-    *("test_cli_run", "test_learners", "test_elastic", "test_simulation"),
-    *("test_cases", "test_update_spaces", "test_sequences", "test_lane_faults"),
-    *("test_kill_and_resume", "test_update", "test_export", "test_server_sessions"),
-    *("test_three_commands", "test_train", "test_cli", "test_hostile_servers"),
-    *("test_vector_env", "test_working_directory", "test_determinism"),
-    *("test_checkpoint", "test_evaluate", "test_scores", "test_commands"),
+    *("test_elastic", "test_learners", "test_cli_run", "test_hostile_servers"),
+    *("test_simulation", "test_cases", "test_working_directory", "test_update"),
+    *("test_lane_faults", "test_sequences", "test_diagnosis", "test_vector_env"),
+    *("test_imports", "test_update_spaces", "test_scores", "test_commands"),
+    *("test_iteration_by_hand", "test_cli", "test_train", "test_env_context"),
+    *("test_remote_lane_interrupts", "test_server_keys", "test_server_sessions"),
+    *("test_remote_lane", "test_page", "test_evaluate", "test_command_line"),
+    *("test_server_restarts", "test_checkpoint", "test_send_recv", "test_export"),
+    *("test_kill_and_resume", "test_three_commands", "test_determinism"),
+    *("test_late_client", "test_watched_run"),
 )
 
 # Hypothesis examples have no deadline, because machines may be slow and shared. They
@@ -49,6 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     os.environ[MARK_NAME] = MARK_VALUE
+    # Cache bytecode, even if the user disables that: most tests start processes, and
+    # each of them would compile the packages again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # Servers and other child processes import `tests` too, from any working directory.
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -59,8 +68,9 @@ def pytest_configure() -> None:
     tempfile.tempdir = os.environ["TMPDIR"] = folder
     # Keep keys out of the user's folder too; all servers and clients share this folder.
     os.environ["ENVSERVE_HOME"] = os.path.join(folder, "home")
-    # Do not use the user's XLA compilation cache.
-    os.environ["TF_XLA_FLAGS"] = "--tf_xla_persistent_cache_directory="
+    # Keep caches out of it as well; `tests.ppo.runs` enables that of XLA.
+    os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")
+    os.environ["TF_XLA_FLAGS"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

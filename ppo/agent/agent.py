@@ -73,7 +73,11 @@ class Agent:
             name: tf.train.Checkpoint(**part.trackables)
             for name, part in {**parts, "preprocess": self.preprocess}.items()
         }
-        self._copy_parameters = tf.function(self._parameters)
+        self._copy_parameters = tf.function(self._parameters, autograph=False)
+        if not self.converts_code:
+            for name in ("act", "act_from", "mode"):
+                method = tf.autograph.experimental.do_not_convert(getattr(self, name))
+                setattr(self, name, method)
 
     def act(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -272,6 +276,15 @@ class Agent:
     def custom_model(self) -> Any:
         """The model of a custom network; None if the network is built in."""
         return getattr(self._networks.policy_torso, "model", None)
+
+    @property
+    def converts_code(self) -> bool:
+        """Whether AutoGraph must convert code that calls the networks.
+
+        A user's model may branch on tensors. Otherwise, the conversion, which takes
+        seconds, changes nothing.
+        """
+        return self.custom_model is not None
 
     @property
     def policy_variables(self) -> list[Any]:

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,11 @@ def test_finished_runs_are_not_repeated(
     folder = tmp_path / "cartpole-4k" / "0"
     (folder / "result.json").unlink()
     (folder / "from-before").touch()
+    # Resume it in this process, because another one would load TensorFlow again.
+    monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
+    monkeypatch.setattr(
+        "concurrent.futures.ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
+    )
     main(None, seeds=1, runs=tmp_path, document=document, processes=1)
     assert (resumed := read_score(folder)) is not None
     assert (folder / "from-before").exists()

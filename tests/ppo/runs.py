@@ -17,6 +17,7 @@ from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.ppo import PPO
 from ppo.algorithms.ppo.update import Updater
 from ppo.cli.app import PROGRAM
+from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
 from ppo.config import Config
 from ppo.in_graph_batch_env import InGraphBatchEnv
@@ -28,6 +29,9 @@ from ppo.simulate import Simulation
 from ppo.train import TrainResult, train
 from tests.command_line import invoke
 from tests.ppo.fakes import CountingBatchEnv, as_batch_env
+
+# Compilation takes seconds, so tests share compiled code, as runs of `ppo train` do.
+enable_compilation_cache(tf.__version__)
 
 #: Four iterations of 16 steps.
 SMALL = Config(

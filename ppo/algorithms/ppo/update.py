@@ -147,22 +147,28 @@ class Updater:
         self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
+    @tf.autograph.experimental.do_not_convert
     def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a part of the update; with several learners, compile it on its own.
 
         The part must not communicate between learners, because XLA cannot compile
         all-reduce operations on CPUs. With a single learner, the whole update is
         compiled instead.
-
-        AutoGraph takes seconds, so it converts the part only for a user's model, which
-        may branch on tensors.
         """
-        converts = self._agent.custom_model is not None
         if self._learners.num == 1:
-            no_conversion = tf.autograph.experimental.do_not_convert
-            return function if converts else no_conversion(function)
-        jit_compile = self._config.jit_compile
+            return self._unconverted(function)
+        converts, jit_compile = self._agent.converts_code, self._config.jit_compile
         return tf.function(function, autograph=converts, jit_compile=jit_compile)
+
+    @tf.autograph.experimental.do_not_convert
+    def _unconverted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a part of the update that AutoGraph converts only for a user's model.
+
+        The part itself must not branch on tensors, or iterate over them.
+        """
+        if self._agent.converts_code:
+            return function
+        return tf.autograph.experimental.do_not_convert(function)
 
     def _update(
         self,
@@ -179,8 +185,8 @@ class Updater:
         )
         # These metrics describe the networks before the first gradient step.
         first_metrics = {
-            "ratio_deviation": self._learners.max(deviation),
-            "explained_variance": losses.explained_variance(
+            "ratio_deviation": self._unconverted(self._learners.max)(deviation),
+            "explained_variance": self._unconverted(losses.explained_variance)(
                 value, advantages["target"], samples["weight"], self._mean
             ),
         }
@@ -191,13 +197,13 @@ class Updater:
         while epoch < config.epochs and (self._has_separate_value or not is_too_far):
             if config.recompute_advantages:
                 _, advantages = self._jit(self._advantages)(rollout, *inputs)
-            before = self._rollback.save()
+            before = self._unconverted(self._rollback.save)()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
             epoch_metrics = self._epoch(samples | advantages, coefficients, epoch_seed)
-            epoch_kl = self._mean_kl(samples)
+            epoch_kl = self._unconverted(self._mean_kl)(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(epoch_kl <= config.max_kl)
-                self._rollback.restore(before, is_too_far)
+                self._unconverted(self._rollback.restore)(before, is_too_far)
             keep_metrics = is_too_far & (epoch > 0) & _POLICY_METRICS
             metrics = tf.where(keep_metrics, metrics, epoch_metrics)
             kl = tf.where(is_too_far, kl, epoch_kl)
@@ -264,12 +270,14 @@ class Updater:
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
-        minibatches = self._sampler.minibatches(samples, count, seed)
-        num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
+        minibatches = self._unconverted(self._sampler.minibatches)(samples, count, seed)
+        weight = tf.reduce_sum(minibatches["weight"], axis=1)
+        num_valid = self._unconverted(self._learners.sum)(weight)
+        step = self._unconverted(self._gradient_step)
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
-            total += num_valid[index] * self._gradient_step(minibatch, coefficients)
+            total += num_valid[index] * step(minibatch, coefficients)
         return total / tf.maximum(tf.reduce_sum(num_valid), 1.0)
 
     def _gradient_step(
