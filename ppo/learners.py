@@ -96,6 +96,7 @@ class Learners:
             # that only records SIGTERM.
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
+    @tf.autograph.experimental.do_not_convert
     def sum(self, nest: Any) -> Any:
         """Return the element-wise sums of a nest of tensors over all learners.
 
@@ -114,6 +115,7 @@ class Learners:
                     tensors[index] = tf.reshape(part, tensors[index].shape)
         return tf.nest.pack_sequence_as(nest, tensors)
 
+    @tf.autograph.experimental.do_not_convert
     def max(self, number: tf.Tensor) -> tf.Tensor:
         """Return the maximum of a scalar over all learners."""
         return number if self.num == 1 else self._reduce(number, "Max")

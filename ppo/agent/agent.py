@@ -281,10 +281,10 @@ class Agent:
     def converts_code(self) -> bool:
         """Whether AutoGraph must convert code that calls the networks.
 
-        A user's model may branch on tensors. Otherwise, the conversion, which takes
-        seconds, changes nothing.
+        A user's model or subclass may branch on tensors. Otherwise, the conversion,
+        which takes seconds, changes nothing.
         """
-        return self.custom_model is not None
+        return self.custom_model is not None or type(self) is not Agent
 
     @property
     def policy_variables(self) -> list[Any]:

@@ -120,6 +120,7 @@ def clip_fraction(
     return masked_mean(tf.cast(outside, tf.float32), weight)
 
 
+@tf.autograph.experimental.do_not_convert
 def explained_variance(
     value: tf.Tensor, target: tf.Tensor, weight: tf.Tensor, mean: _Mean = masked_mean
 ) -> tf.Tensor:

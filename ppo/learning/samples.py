@@ -43,6 +43,7 @@ class StepSampler:
         """Return an empty dict; only recurrent networks have additional inputs."""
         return {}
 
+    @tf.autograph.experimental.do_not_convert
     def minibatches(self, samples: Any, count: int, seed: tf.Tensor) -> Any:
         """Shuffle the samples and split them into minibatches.
 

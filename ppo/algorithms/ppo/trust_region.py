@@ -62,10 +62,12 @@ class EpochRollback:
         ]
         self._variables = [variable.value for variable in (*variables, *momentums)]
 
+    @tf.autograph.experimental.do_not_convert
     def save(self) -> list[tf.Tensor]:
         """Return the current values of the variables, to pass to `restore` later."""
         return [variable.read_value() for variable in self._variables]
 
+    @tf.autograph.experimental.do_not_convert
     def restore(self, saved: Sequence[tf.Tensor], condition: tf.Tensor) -> None:
         """Restore values from `save` if `condition`, a bool scalar, is true."""
         for variable, before in zip(self._variables, saved, strict=True):

@@ -164,7 +164,8 @@ class Updater:
     def _unconverted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a part of the update that AutoGraph converts only for a user's model.
 
-        The part itself must not branch on tensors, or iterate over them.
+        The part itself must not branch on tensors, or iterate over them. Parts that
+        never call a model have the decorator `do_not_convert` instead.
         """
         if self._agent.converts_code:
             return function
@@ -185,8 +186,8 @@ class Updater:
         )
         # These metrics describe the networks before the first gradient step.
         first_metrics = {
-            "ratio_deviation": self._unconverted(self._learners.max)(deviation),
-            "explained_variance": self._unconverted(losses.explained_variance)(
+            "ratio_deviation": self._learners.max(deviation),
+            "explained_variance": losses.explained_variance(
                 value, advantages["target"], samples["weight"], self._mean
             ),
         }
@@ -197,13 +198,13 @@ class Updater:
         while epoch < config.epochs and (self._has_separate_value or not is_too_far):
             if config.recompute_advantages:
                 _, advantages = self._jit(self._advantages)(rollout, *inputs)
-            before = self._unconverted(self._rollback.save)()
+            before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
             epoch_metrics = self._epoch(samples | advantages, coefficients, epoch_seed)
             epoch_kl = self._unconverted(self._mean_kl)(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(epoch_kl <= config.max_kl)
-                self._unconverted(self._rollback.restore)(before, is_too_far)
+                self._rollback.restore(before, is_too_far)
             keep_metrics = is_too_far & (epoch > 0) & _POLICY_METRICS
             metrics = tf.where(keep_metrics, metrics, epoch_metrics)
             kl = tf.where(is_too_far, kl, epoch_kl)
@@ -270,9 +271,8 @@ class Updater:
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size
-        minibatches = self._unconverted(self._sampler.minibatches)(samples, count, seed)
-        weight = tf.reduce_sum(minibatches["weight"], axis=1)
-        num_valid = self._unconverted(self._learners.sum)(weight)
+        minibatches = self._sampler.minibatches(samples, count, seed)
+        num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
         step = self._unconverted(self._gradient_step)
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
