@@ -164,7 +164,10 @@ def test_envs_do_not_take_actions_that_are_not_finite(
         )
         with pytest.raises(DivergedError, match=r"Env 4 .* finite action, got .*nan"):
             simulation.run((0, 0))
-        assert batch.stats().rows <= NUM_ENVS  # the second step was not taken
+        # Env 4 and the others of its worker have not taken their second step. With
+        # act_on 0.5, the envs of the other worker do not wait for them.
+        num_other_steps = 1 if act_on == 1.0 else HORIZON
+        assert batch.stats().rows <= NUM_ENVS // 2 * (1 + num_other_steps)
 
 
 def test_policy_gets_the_rows_of_one_split() -> None:
