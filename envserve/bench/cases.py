@@ -46,7 +46,8 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
             process = context.Process(target=_step_in_process, args=arguments)
             process.start()
             child_end.close()
-            # Callbacks run in reverse order. Closing the pipe makes the process exit.
+            # Callbacks run in reverse order: first, closing the pipe makes the process
+            # exit.
             stack.callback(process.join)
             stack.callback(parent_end.close)
             connections.append(parent_end)

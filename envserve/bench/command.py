@@ -57,8 +57,8 @@ def bench(load: Workload, num_rounds: int) -> None:
 
 
 def _cases(load: Workload) -> dict[str, AbstractContextManager[Measure]]:
-    # Gymnasium's vector envs start before those of envserve, because they fork: forking
-    # is unsafe once ZeroMQ has started threads.
+    # Start Gymnasium's vector envs before those of envserve, because AsyncVectorEnv
+    # forks processes, which is unsafe once ZeroMQ has started threads.
     return {
         _LIMIT: bare_loops(load),
         _SYNC: vector_env(load, "SyncVectorEnv"),

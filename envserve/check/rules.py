@@ -48,8 +48,8 @@ class CheckResult(NamedTuple):
     """Reason for a failed or skipped rule."""
 
 
-#: Maps each rule to its check, and to whether the check's client holds a lease. A rule
-#: is represented by the result of a server that follows it.
+#: Maps each rule to its check, and to whether the check's client holds a lease. The
+#: keys are the results that a server gets if it follows the rules.
 RULES: Final[dict[CheckResult, tuple[_Check, bool]]] = {}
 
 
@@ -224,7 +224,7 @@ def copies(c: ProbeClient) -> None:
     c.link.receive(1.1)
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
-    c.link.receive(1.1)  # the server sends rows again at most once a second
+    c.link.receive(1.1)  # wait, because the server resends rows at most once a second
     c.send(replace(c.last, attempt=1))
     answers = [*map(describe, c.receive_all())]
     expect(not answers, "one answer per attempt", answers)

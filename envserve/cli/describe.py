@@ -45,8 +45,8 @@ def describe(
             batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
         with batch:
             if address is None:
-                # A module that exits its process cannot exit this one: `BatchEnv.local`
-                # has imported the modules in a child process, and would have raised.
+                # These imports cannot exit this process: `BatchEnv.local` has imported
+                # the modules in a child process, and raises an error if it exits.
                 import_env_modules(modules)
                 registered = _registration(name)
             modes = metadata_of(batch).get("render_modes", ())

@@ -114,9 +114,10 @@ def serve_page(
     def end(*_: object) -> None:
         server.should_exit = True
 
-    # Handle signals before uvicorn does, because a module that it imports could swallow
-    # a KeyboardInterrupt. The handlers are also needed after uvicorn has shut down,
-    # because it then raises the signal again.
+    # Install handlers before uvicorn installs its own. Until then, Ctrl-C would raise
+    # KeyboardInterrupt, which a module that uvicorn imports could swallow. The handlers
+    # are also needed after uvicorn has shut down, because it then raises the signal
+    # again.
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             stack.callback(signal.signal, number, signal.signal(number, end))

@@ -416,7 +416,7 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
 
 
 def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
-    """Return a hint to pass an unknown flag as KEY=VALUE, if an option has this key."""
+    """Return a hint to pass an unknown flag as a KEY=VALUE of an option; "" if none."""
     key = f"{flag.removeprefix('--').replace('-', '_')}="
     for option in options:
         if option.metavar == "KEY=VALUE" and key in option.values():

@@ -188,8 +188,8 @@ def _serve(
             flush=True,
         )
 
-    # Enter this context only here: it starts threads, and --reload forks this process
-    # before it calls `_serve`.
+    # This context starts threads, after which forking would be unsafe. Enter it only
+    # here, because --reload forks this process before `_serve` is called.
     with nonblocking_output():
         try:
             asyncio.run(serve(host, on_ready))

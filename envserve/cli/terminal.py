@@ -55,7 +55,8 @@ def prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed the stream
             null = os.open(os.devnull, os.O_WRONLY)
-            # If the descriptor is 1 or 2, child processes use it as stdout or stderr.
+            # Descriptor 1 or 2 must be inheritable, because child processes use it as
+            # stdout or stderr.
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, "w", closefd=False))
         stream = getattr(sys, name)

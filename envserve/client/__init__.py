@@ -1,6 +1,7 @@
 """The client: batches of envs in worker processes on this host or on servers.
 
-The names below are imported on first use, because a server probe does not need them.
+The names below are imported on first use, so that a server probe, which does not need
+them, starts fast.
 """
 
 TYPE_CHECKING = False

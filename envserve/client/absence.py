@@ -36,7 +36,7 @@ class Absence:
     its block until it has finished.
 
     Attributes:
-      late_steps: Positions of blocks whose step is late and that no caller waits for.
+      late_steps: Positions of blocks with a late step that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and whose rows are padding.
     """
@@ -109,7 +109,7 @@ class Absence:
           waiting: Positions of unfinished blocks that a caller waits for.
           now: Monotonic seconds.
         """
-        # The time until padding counts only while at least one block is present.
+        # Time counts towards `padding_after` only while at least one block is present.
         previous = self._since if self._is_any_present() else {}
         self._since = {at: previous.get(at, now) for at in absent}
         self.padded.clear()
@@ -132,7 +132,8 @@ class Absence:
         """Return the time at which the rows of an absent block become padding.
 
         If a caller waits for a late step, there is no delay, because an earlier call
-        has waited for it. If `padding_after` is infinite, rows never become padding.
+        has already waited for the same step. If `padding_after` is infinite, rows never
+        become padding.
         """
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)

@@ -1035,7 +1035,8 @@ def _disown_batches() -> None:
             "this forked child"
         )
         batch._pending_reset = batch._pending_call = None
-        batch._lock = threading.RLock()  # another thread of the parent may hold it
+        # Another thread of the parent may have held the lock during the fork.
+        batch._lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_disown_batches)

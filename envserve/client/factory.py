@@ -52,7 +52,7 @@ OnServerLost = Literal["raise", "pad"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 _SECONDS: Final = "_seconds"
-#: Errors that concern a single server, so that the batch can start with the others.
+#: Errors of a single server, after which the batch can start with the other servers.
 _SERVER_ERRORS: Final = (ConnectError, EnvsBusy, EnvStartError, UnknownEnv)
 
 
@@ -86,7 +86,8 @@ def local_settings(
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
     settings = _checked_settings(options, LocalOptions, function)
-    # Modules and pickled code may register wrappers, which only workers can check.
+    # Modules and pickled code may register wrappers. Only workers, which import them,
+    # can check the arguments of these wrappers.
     if not (options["import_modules"] or code.wrappers):
         check_wrappers(settings["wrappers"])
     if num_workers is not None:

@@ -10,9 +10,9 @@ any point. While a method only waits, `queue.is_updating` is False: the bookkeep
 consistent with the submitted operations, and the next call continues. While a method
 changes something, the flag is True. If an interrupt leaves it True, the next call
 begins with `recover`, which invalidates all lanes. This ends the episodes of all rows,
-but never returns a wrong row. The flag is set before each update and not by an
-exception handler, so a second interrupt does no harm. See the decision "An interrupt
-inside an operation invalidates the lane".
+but never returns a wrong row. The flag is set before each update instead of in
+an exception handler, because a second interrupt could end the handler before it sets
+the flag. See the decision "An interrupt inside an operation invalidates the lane".
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LaneGroup:
     Attributes:
       blocks: The blocks of all lanes, in row order.
       in_flight: Positions of the blocks that were sent and not released.
-      queue: Outcomes of blocks, until they are released.
+      queue: Outcomes of blocks that have finished and were not released.
       absence: Late steps and padding.
     """
 
@@ -55,8 +55,8 @@ class LaneGroup:
         self.absence = Absence(self.blocks, padding_after_seconds)
         self._cancelled: set[int] = set()  # blocks whose step was cancelled
         self._called: set[int] = set()  # blocks with a reset or call in flight
-        #: Maps block positions to the outcomes of late steps that are kept during a
-        #: reset or call.
+        #: Maps block positions to the outcomes of late steps, which are kept while a
+        #: reset or call of the block is in flight.
         self._deferred: dict[int, DeferredOutcome] = {}
 
     # Steps.
@@ -302,7 +302,7 @@ class LaneGroup:
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:
         """Remove and return the outcomes of finished resets and calls.
 
-        Restore the outcomes of late steps that were deferred during these operations.
+        Restore the outcomes of late steps, which were deferred during these operations.
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True

@@ -121,7 +121,10 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting; None if any lane has none."""
+        """Return an error to raise instead of waiting.
+
+        Return None unless every lane has such an error.
+        """
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

@@ -30,8 +30,8 @@ class BatchStats:
         rows with that status.
       latency_seconds: Median ("p50"), 99th percentile ("p99") and maximum ("max")
         duration of the last 1,024 calls to `step`; empty before the first call.
-      lanes: Maps lane names to counters, such as the number of worker "restarts", and
-        of "resends" and "reattaches" if the lane leads to a server.
+      lanes: Maps lane names to counters, such as the number of worker "restarts" or,
+        for a lane to a server, the numbers of "resends" and "reattaches".
     """
 
     steps: int

@@ -336,7 +336,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
 
     @contextlib.contextmanager
     def _waiting_for(self, name: str) -> Iterator[None]:
-        """Check that an operation is pending, and convert errors while waiting for it.
+        """Check that an operation is pending; convert errors raised during the wait.
 
         After an error other than a timeout, the operation is no longer pending.
         """

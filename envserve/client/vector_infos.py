@@ -33,20 +33,22 @@ def batch_infos(
 ) -> dict[str, Any]:
     """Batch info dicts.
 
-    The memory of elements in rows whose info lacks the element's key is limited to
-    256 MiB in total. If the numeric array of a key would exceed the limit, its values
-    are stored as an array of objects. If this array would also exceed the limit, the
-    values are omitted, and the array "omitted" names the first omitted keys.
+    The array of a key also has elements for rows whose info lacks the key. The memory
+    of all these elements is limited to 256 MiB in total. If the numeric array of a key
+    would exceed the limit, its values are stored as an array of objects. If this array
+    would also exceed the limit, the values are omitted, and the array "omitted" names
+    the first omitted keys.
 
     Args:
       infos: Maps rows to info dicts, for rows that have one.
       num_envs: Length of the arrays.
 
     Returns:
-      For each key an array `[num_envs, ...]`, and under the key with prefix "_" the
-      mask of rows that have it, bool `[num_envs]`. Nested dicts are batched in the same
-      way. Numbers and arrays are stored with the dtype and shape of the first row that
-      has the key; all other values, or values that do not fit, as an array of objects.
+      For each key, an array `[num_envs, ...]`; and under the same key with prefix "_",
+      a mask of the rows that have the key, bool `[num_envs]`. Nested dicts are batched
+      in the same way. Numbers and arrays are stored with the dtype and shape of the
+      first row that has the key. All other values, and values that do not fit this
+      dtype and shape, are stored as an array of objects.
     """
     return _batch(infos, num_envs, _FillBudget(_MAX_UNFILLED_BYTES))
 

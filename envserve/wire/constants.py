@@ -21,9 +21,9 @@ MAX_ENTRIES: Final = 4096
 #: Maximum size of a body. Together with the prefix and the entries, it stays below the
 #: 1 MiB that servers accept by default.
 MAX_BODY_BYTES: Final = (1 << 20) - (64 << 10)
-#: Limits of ATTACH and CALL. The time to decode Python values depends on their number
-#: rather than on their size, so both are limited; see the decision "No message occupies
-#: the server for more than 2 ms".
+#: Limits on the bodies of ATTACH and CALL: size and number of values. The number is
+#: limited because it determines the time to decode the values; see the decision "No
+#: message occupies the server for more than 2 ms".
 MAX_ATTACH_BYTES: Final = 4 << 10
 MAX_ATTACH_VALUES: Final = 256
 MAX_CALL_BYTES: Final = 64 << 10
@@ -47,8 +47,7 @@ MAX_INLINE_BYTES: Final = 64 << 10
 #: the number of values in it.
 MAX_REPORT_BYTES: Final = 1 << 20
 MAX_REPORT_VALUES: Final = 1 << 17
-#: Maximum size of the rows of one result, which is the longest frame that clients
-#: accept.
+#: Maximum size of the rows of one result. Clients reject frames that are longer.
 MAX_RESULT_BYTES: Final = 1 << 30
 MAX_STATUS_BYTES: Final = 64 << 10
 #: Maximum total size of the JPEG images in a FRAME_RESULT.

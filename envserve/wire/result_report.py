@@ -107,8 +107,8 @@ class ResultReport:
       errors: Maps blocks to errors, for operations that failed as a whole.
       notes: A few short messages about the envs, each to be logged once.
       packed_infos: Maps rows to the encoded info values that are not in columns, so
-        that a sender need not encode them again. Ignored if a row that has such values
-        is missing; empty in decoded reports.
+        that a sender need not encode them again. Ignored unless it contains every row
+        that has such values; empty in decoded reports.
     """
 
     infos: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)

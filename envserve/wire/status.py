@@ -69,7 +69,7 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields that the status of a lease and that of a server have in common."""
+    """Fields that `LeaseStatus` and `ServerStatus` have in common."""
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)

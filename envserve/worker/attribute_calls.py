@@ -18,8 +18,8 @@ from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-#: Length of the report, with which an answer begins. The report and the list of values
-#: follow.
+#: The beginning of an answer: the length of the report. The report itself and the list
+#: of values follow.
 _LENGTH: Final = struct.Struct("<I")
 #: Once the values in an answer exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20

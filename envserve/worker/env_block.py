@@ -116,8 +116,8 @@ class EnvBlock:
         for position, terminated, truncated in ended:
             block.terminated[position] = terminated
             block.truncated[position] = truncated
-        # If a sum is finite, so are its terms. If it is not, the sum may only have
-        # overflowed, so `_replace_non_finite` checks each term.
+        # If a sum is finite, so are its terms. A sum of finite terms may overflow, so
+        # `_replace_non_finite` checks each term if a sum is not finite.
         if self._checks.nonfinite != "pass" and not (
             math.isfinite(sum(rewards)) and all(map(is_finite, block.observation))
         ):
@@ -195,7 +195,8 @@ class EnvBlock:
                     raise  # not even a plain reset succeeds, so restart the worker
                 faults.append(self._replace_failed(env, error))
                 info = {}
-            # The pool counts one rebuild for each fault, so do not report that rebuild.
+            # The pool counts one rebuild for each fault, so do not add that rebuild to
+            # `rebuilt`.
             is_counted = bool(faults) and faults[-1].env_index == row
             rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:

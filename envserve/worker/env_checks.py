@@ -25,8 +25,8 @@ class SpaceViolation(Exception):
     """An env returned a value that violates its spaces or Gymnasium's API.
 
     Attributes:
-      is_masked: Whether the row is marked as lost, and no error is raised, because of
-        `nonfinite="mask"`.
+      is_masked: Whether to mark the row as lost instead of raising an error, as
+        `nonfinite="mask"` requires.
       is_permanent: Whether a rebuilt env would violate its spaces in the same way.
     """
 

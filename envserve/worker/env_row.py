@@ -55,7 +55,7 @@ class EnvRow:
       row: Row of the pool.
       env_index: Row in the whole batch, which determines the seeds.
       incarnation: Number of times the env was rebuilt, in this and earlier processes.
-        Each incarnation has another default seed.
+        Each incarnation has a different default seed.
       record: The row's record in the action ring, after `attach`.
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether the env has not been reset since it was built.
@@ -157,7 +157,10 @@ class EnvRow:
         self.record = record
 
     def _first_step(self, action: Any) -> StepOutcome:
-        """Step a new env; `FIRST_STEP` gives this step time to compile code."""
+        """Step a new env.
+
+        `FIRST_STEP` extends the timeout of this step, because the env may compile code.
+        """
         self._heartbeat[1] = FIRST_STEP
         del self.step
         outcome = self.step(action)
@@ -238,8 +241,8 @@ class EnvRow:
         """Reset the env, write its first observation, and return the info.
 
         Args:
-          seed: Seed of the reset. None: the default seed, if any, in the first reset
-            after the env was built, and no seed in later resets.
+          seed: Seed of the reset. If it is None, the first reset after the env was
+            built uses the default seed, if any, and later resets use no seed.
           options: See `lane.Reset`.
         """
         info = self._begin_episode(seed, options)

@@ -123,7 +123,7 @@ def run(
                 kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
             )
             kind = next(kinds, MessageKind.FAILED)
-            # Send the traceback only of errors whose message is not sufficient.
+            # Send a traceback only for errors whose message is not sufficient.
             is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
             is_complete = (
                 isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
@@ -136,7 +136,7 @@ def run(
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
-    """Yield from `built`, the envs after the first one; add a hint to an exception."""
+    """Yield from `built`, a worker's envs but the first; add a hint to their errors."""
     try:
         yield from built
     except Exception as error:

@@ -141,7 +141,7 @@ def render(env: Any) -> Any:
 
 
 def prepare_rendering(env_kwargs: Mapping[str, Any]) -> None:
-    """Choose a renderer that needs no display if an env is built to render images."""
+    """If an env is built to render images, choose a renderer that needs no display."""
     if env_kwargs.get("render_mode") not in (None, "human"):
         _configure_headless()
 

@@ -26,7 +26,8 @@ has stopped polling.
 
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills all workers and exits. On Linux, the kernel also sends SIGCONT to the template (by
-PR_SET_PDEATHSIG), in case an env has suspended it, or a forked child of the
+PR_SET_PDEATHSIG). This signal resumes a template that an env has suspended, and makes
+the template check its parent, because there is no end of file if a forked child of the
 owner keeps the socket open. If the template is killed, the kernel kills the workers.
 """
 
@@ -101,7 +102,7 @@ def main(fd: int) -> None:
     # multiprocessing has run.
     atexit.register(template.close)
     # Import these modules here, because importing this file must not load gymnasium.
-    # Import them before the user's modules, which may give up access to files.
+    # Import them before the user's modules, which may drop permissions to read files.
     from multiprocessing import resource_tracker, util  # noqa: F401
 
     from envserve.worker import process  # noqa: F401
@@ -143,8 +144,8 @@ class _Template:
             # started the template ends. In this case, the signal has no effect.
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._import_children: set[int] = set()  # started by imported modules
-        # The process of multiprocessing's resource tracker; until it is started, the
-        # read end of its pipe.
+        # Process id of multiprocessing's resource tracker, and, until the tracker is
+        # started, the read end of its pipe.
         self._tracker_pid: int | None = None
         self._tracker_fd = -1
         self._kill_orphans_at = math.inf
@@ -225,7 +226,7 @@ class _Template:
                     pass
 
     def _kill_overdue(self) -> int | None:
-        """Kill the workers and orphans (left by exited workers) that are overdue.
+        """Kill the workers, and the orphans of exited workers, whose time has run out.
 
         Return the milliseconds until the next deadline, or None if there is none.
         """

@@ -24,8 +24,8 @@ from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_argumen
 
 Env = gymnasium.Env[Any, Any]
 
-#: Maximum size of a wrapped observation, unless the env's own observation is larger:
-#: 594 Atari frames of 84 x 84 pixels. Each env needs several times as much memory, for
+#: Maximum size of a wrapped observation (594 Atari frames of 84 x 84 pixels), unless
+#: the env's own observation is larger. Each env needs several times as much memory, for
 #: the bounds of its spaces and for stacks of frames.
 _MAX_OBSERVATION_BYTES: Final = 4 << 20
 

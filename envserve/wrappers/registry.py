@@ -179,7 +179,7 @@ WRAPPERS: dict[str, RegisteredWrapper] = {
     for name, arguments in wrappers.items()
 }
 
-#: Hints for wrappers of batch-ppo that envserve does not need or names differently.
+#: Hints about batch-ppo's wrappers, which envserve does not need or names differently.
 _BATCH_PPO: Final = {
     "AutoReset": "workers reset envs by themselves: see autoreset",
     "CacheSpaces": "not needed: spaces are read only once",

@@ -99,7 +99,7 @@ class SharedContext:
     def _open(self) -> zmq.Context[zmq.Socket[bytes]]:
         count, num_threads = self._num_connections, 1
         if count > 1:
-            from envserve.host_resources import num_cores  # needed only here
+            from envserve.host_resources import num_cores  # not needed by probes
 
             # Leave half of the cores to the learner.
             num_threads = max(1, min(count, num_cores() // 2))

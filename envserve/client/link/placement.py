@@ -16,8 +16,9 @@ from envserve.client.link.connection import NO_ADDRESS
 
 #: Time for which a server is excluded after it rejected a lane or had different envs.
 EXCLUDE_SECONDS: Final = 60.0
-#: After a suitable server is found, lanes without a server, and lanes that have lost
-#: theirs together, wait this long before they share it: other servers may recover.
+#: Time that lanes wait before they share a suitable server, because other servers may
+#: recover. Applies to lanes without a server, and to lanes that have lost their servers
+#: at the same time.
 SHARE_SECONDS: Final = 5.0
 #: After a lane has left a server that was silent or refused the lane, lanes that have
 #: another server do not move there for this time. The time doubles with each
@@ -94,7 +95,7 @@ class Placement:
         Args:
           lane: The lane.
           now: The current time.
-          may_recover: Whether the lane's server may still hold its envs.
+          may_recover: Whether the lane's server may still hold the lane's envs.
           is_refused: Whether the lane's server has never granted it envs.
           is_urgent: Whether the lane cannot wait, because it is about to give up.
 
@@ -163,7 +164,7 @@ class Placement:
         return self.locations[lane]
 
     def num_lanes(self) -> Counter[str]:
-        """Return the number of lanes per server; lanes with a target count there."""
+        """Return the number of lanes per server; lanes with a target count for it."""
         counts = Counter({**self.locations, **self.targets}.values())
         del counts[NO_ADDRESS]
         return counts

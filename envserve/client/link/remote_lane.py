@@ -140,7 +140,8 @@ class RemoteLane:
         # HELLO. With keys, the connection proves that the peer is the server.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
-        #: Whether the caller waits on the descriptor, which makes each call slower.
+        #: Whether the caller waits on the descriptor. If so, each call must update the
+        #: descriptor's state, which takes time.
         self._is_watched = False
         self._close_by = math.inf
         if like is not None:

@@ -49,8 +49,8 @@ class ServerPool:
       has_alternatives: Whether there can ever be more than one server.
       placement: The servers of the lanes; a lane is represented by its session driver.
       spread_at: Time of the next call to `spread`.
-      polled_at: Start of the last poll of all servers that has been completed, in
-        seconds of `time.monotonic`.
+      polled_at: Time at which the last completed poll of all servers began, as a value
+        of `time.monotonic()`.
     """
 
     def __init__(self, sources: Sequence[str], *, insecure: bool) -> None:
@@ -168,7 +168,7 @@ class ServerPool:
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
     def _poll(self, began: float, *, is_full: bool) -> None:
-        """Poll all servers or, unless `is_full`, those to which lanes could be moved.
+        """Poll all servers if `is_full`, otherwise those to which lanes could be moved.
 
         If a source cannot be resolved, use the addresses that it listed last.
         """

@@ -231,7 +231,10 @@ class SessionDriver:
         now: float,
         reason: str = "",
     ) -> bool:
-        """Move from server `before` to `found`; return False if it has no known key."""
+        """Move from server `before` to `found`, unless the key of `found` is unknown.
+
+        Return whether the session was moved.
+        """
         self.is_moving = False
         try:  # get the keys before changing anything
             keys = self.connection.keys_for(found)
