@@ -33,13 +33,16 @@ def sac(
         int, typer.Option(min=16, help="Env steps per measurement.")
     ] = 3_000,
     workers: Workers = CORES,
+    torch_threads: Annotated[
+        int, typer.Option(min=1, help="Threads of torch, for Stable-Baselines3.")
+    ] = 2,
     repetitions: Repetitions = 3,
 ) -> None:
     """Measure env steps per second of SAC on HalfCheetah, one update per step."""
     work = {"config": CONFIGS["cheetah-sac"], "steps": steps}
     cases = [
         Case(SAC, training_ours, {**work, "workers": workers}),
-        Case(SB3_SAC, training_sb3, work),
+        Case(SB3_SAC, training_sb3, {**work, "torch_threads": torch_threads}),
     ]
     run.publish(
         title=f"SAC on HalfCheetah-v5, {steps:,} env steps per measurement",
@@ -52,8 +55,8 @@ def sac(
         notes=[
             "Batches of 256 transitions, networks of 256x256, one gradient step per "
             f"env step. ppo steps 4 envs in {workers} workers and trains with two "
-            "TensorFlow threads; SB3 steps one env in its process and trains with one "
-            "torch thread. x: steps/s relative to SB3's.",
+            "TensorFlow threads; SB3 steps one env in its process, with "
+            f"{torch_threads} torch threads. x: steps/s relative to SB3's.",
         ],
     )
 
@@ -78,10 +81,10 @@ def training_ours(config: Config, steps: int, workers: int) -> Iterator[Measure]
 
 
 @contextlib.contextmanager
-def training_sb3(config: Config, steps: int) -> Iterator[Measure]:
+def training_sb3(config: Config, steps: int, torch_threads: int) -> Iterator[Measure]:
     """Train with Stable-Baselines3's SAC."""
     torch = import_peer("torch")
-    torch.set_num_threads(1)
+    torch.set_num_threads(torch_threads)
     stable_baselines3 = import_peer("stable_baselines3")
     settings = config.algorithm_settings
     model = stable_baselines3.SAC(
