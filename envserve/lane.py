@@ -78,7 +78,7 @@ class Block:
 
     @property
     def rows(self) -> range:
-        """The indices of the rows."""
+        """The indices of the block's rows in the lane."""
         return range(self.start, self.stop)
 
     @property

@@ -17,7 +17,8 @@ from typing import Final
 
 from ppo.errors import ConfigError, LearnerLostError
 
-#: Timeout of a connection attempt, and of waiting for a learner to disconnect.
+#: Maximum seconds for a connection attempt, and for the chief to wait until a learner
+#: has disconnected.
 _CONNECT_SECONDS: Final = 5.0
 #: Pause between two connection attempts.
 _RETRY_SECONDS: Final = 0.25

@@ -1,6 +1,7 @@
 """Check that a server follows the protocol, with one function per rule.
 
-The docstring of each function is the title of its rule; `envserve check` prints it.
+The docstring of each function states its rule, as an instruction to the server.
+`envserve check` prints it as the title of the rule.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ def _attach(c: ProbeClient, **changes: Any) -> Message:
 
 @rule("Msgpack")
 def encodings(c: ProbeClient) -> None:
-    """Refuse invalid or excessive msgpack; ignore unknown fields."""
+    """Refuse invalid or too deeply nested msgpack; ignore unknown fields."""
     deep = b"\x91" * 40 + b"\xc0"
     for body in (b"", b"\xc1", b"\x81", deep, b"\xdd\xff\xff\xff\xff", b"\xd4\5\0"):
         c.expect_error(c.message(MessageType.ATTACH, body), _BAD)

@@ -3,8 +3,10 @@
 Each lane eventually finishes or loses each of its blocks, but has no information about
 other lanes. Therefore this module alone decides how long a caller waits for an absent
 block: `padding_after` seconds. After that, the rows of the block are padding, and its
-step is late. The next step of the block submits nothing, and returns the result of the
-late step, in which each row has status LATE or ends a lost episode.
+step is late: it is still running, although its caller has already received padding. The
+next step of the block does not submit its actions. Instead, it waits for the late step
+and returns that step's result: rows whose env did not fail have status LATE; the
+episodes of the other rows have ended.
 """
 
 from __future__ import annotations

@@ -691,7 +691,10 @@ class BatchEnv:
         return "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
-        """Receive and discard all rows in flight; reset all envs afterwards."""
+        """Receive and discard all rows in flight.
+
+        The caller must then reset all envs before the next step.
+        """
         self._has_reset = False
         while self.num_in_flight:
             with contextlib.suppress(EnvError):

@@ -113,8 +113,8 @@ def _check_env_fns(
     for name in ("env_kwargs", "vectorized"):
         if settings.get(name):
             raise ValueError(
-                f"{name}: expected no value with a list of functions, because they "
-                f"create the envs; got {settings[name]!r:.200}"
+                f"{name}: expected no value, because the given functions create the "
+                f"envs; got {settings[name]!r:.200}"
             )
 
 

@@ -41,19 +41,20 @@ _MAX_RING_BYTES: Final = 8 << 20
 #: step's message.
 _MAX_ACTION_BYTES: Final = 16 << 10
 
-#: Layout of an env's record. A "count" is the row's step count at the given event.
+#: Layout of an env's record. Fields that end in "_at" contain the number of steps that
+#: the row had begun when an event happened, or a negative number (see below).
 _RECORD: Final = np.dtype(
     [
         ("is_known", np.int64),  # 1 once the env has been reset
         ("incarnation", np.int64),
-        ("episode_at", np.int64),  # count at the start of the episode
+        ("episode_at", np.int64),  # at the start of the episode
         ("seed", np.int64),
-        ("seeded_at", np.int64),  # count at the reset with `seed`, or _NEVER
-        ("generator_at", np.int64),  # count when `generator` was read, or _NEVER
+        ("seeded_at", np.int64),  # at the reset with `seed`, or _NEVER
+        ("generator_at", np.int64),  # when `generator` was read, or _NEVER
         ("generator", np.uint64, 6),  # an RngState
         ("is_touched", np.int64),  # whether calls may have changed the env
-        ("options", np.int64),  # digest of the options of the last reset with options
-        ("options_at", np.int64),  # count at that reset, _NEVER or _BEFORE_LAST_RESET
+        ("options", np.int64),  # CRC-32 of the options in the last reset that had any
+        ("options_at", np.int64),  # at that reset, _NEVER or _BEFORE_LAST_RESET
     ]
 )
 #: Count of an event that has not happened.

@@ -43,7 +43,7 @@ from envserve.text import (
 from envserve.worker.channel import MessageKind
 
 _LOGGER: Final = logging.getLogger("envserve.pool")
-#: Maximum lengths of a cause and of an action in a log line.
+#: Maximum lengths of the cause of a fault, and of the env's last action, in a log line.
 _MAX_CAUSE_CHARS: Final = 300
 _MAX_ACTION_CHARS: Final = 80
 #: Maximum number of classes of envs and spaces whose warnings are logged.
@@ -210,7 +210,12 @@ class FaultLog:
     def _locate_fault(
         self, worker: SupervisedWorker, end: End, running: Mapping[int, int], now: float
     ) -> tuple[list[str], Path | None]:
-        """Return phrases that describe the running env, and its repro file's path."""
+        """Find the env that was running when a worker ended, and write its repro file.
+
+        Returns:
+          Phrases about this env for the log line, and the path of its repro file, or
+          None if no file was written.
+        """
         if self._heartbeats is None:  # no env is ready yet
             return [], None
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()

@@ -100,11 +100,11 @@ class Access:
         """Replace an invitation with the invited client's public key.
 
         Args:
-          user: The invitation whose key the client used to connect.
+          user: User of the client's connection: the encoded key of the invitation.
           public: The client's public key.
 
         Returns:
-          The name of the user.
+          The name for which the invitation was issued; it is now the client's name.
 
         Raises:
           RemoteProtocolError: The invitation is invalid, was already used, or has

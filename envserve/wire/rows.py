@@ -1,10 +1,10 @@
 """Encode rows as bytes, without a description of their layout.
 
-The encoding is a concatenation of fields, each of which contains the rows of the
-message's blocks in the order of its entries. The fields of a STEP are the action
-leaves. Those of a RESULT are reward, terminated, truncated, status and the observation
-leaves, followed by the final_observation leaves, which contain only the rows that are
-terminated or truncated.
+The encoding is a concatenation of fields. Each field contains the rows of all blocks of
+the message, in the order in which the message lists the blocks. The fields of a STEP
+are the action leaves. Those of a RESULT are reward, terminated, truncated, status and
+the observation leaves, followed by the final_observation leaves, which contain only the
+rows that are terminated or truncated.
 """
 
 from __future__ import annotations

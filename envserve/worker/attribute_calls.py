@@ -197,8 +197,8 @@ def decode_results(payload: bytes, block: Block) -> Outcome:
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
         raise ValueError(
-            f"expected a report of {end - start} bytes at the start of an answer of "
-            f"{len(payload)} bytes"
+            f"expected an answer of at least {end} bytes, because its report has "
+            f"{end - start} bytes; got {len(payload)} bytes"
         )
     outcome, _ = decode_report(payload[start:end], block, 1)
     return Outcome(block.index, faults=outcome.faults, result=payload[end:])

@@ -35,7 +35,7 @@ class EnvBlock:
     """The envs of a block: one per row, or two per row with spare envs.
 
     Attributes:
-      rows: Rows of the pool.
+      rows: Indices of the block's rows in the pool.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EnvBlock:
 
         Args:
           config: Content of BUILD.
-          rows: Rows of the pool.
+          rows: Indices of the block's rows in the pool.
           checks: Checks of the values that envs return.
           threads: Threads that reset the spare envs; None if there are no spare envs.
         """

@@ -106,12 +106,14 @@ class RunningMoments:
     def in_numpy(
         clip: float, scale: tuple[tf.Tensor, ...], num_rows: int
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return the NumPy form of `normalize`, with float64 results `[N, ...]`.
+        """Return a function that does the same as `normalize`, but in NumPy.
+
+        The function maps arrays `[N, ...]` to float64 arrays `[N, ...]`.
 
         Args:
             clip: See `normalize`.
             scale: See `normalize`.
-            num_rows: Largest N.
+            num_rows: Maximum N of a call of the function.
         """
         mean, factor = (np.repeat(x.numpy()[None], num_rows, axis=0) for x in scale)
         low, high = np.array(-clip), np.array(clip)  # avoids a conversion per call

@@ -94,7 +94,7 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
             table = _table_of(name, values.pop(name, {}), algorithm)
             if duplicates := table.keys() & values.keys():
                 raise ConfigError(
-                    f"{', '.join(sorted(duplicates))}: set both in the table {name} "
+                    f"{', '.join(sorted(duplicates))}: set twice, in the table {name} "
                     "and outside of it; remove one of the two."
                 )
             values |= table

@@ -146,8 +146,9 @@ CONFIGS: dict[str, Config] = {
         learning_rate=6e-4,
     ),
     "hopper": _variant(_MUJOCO, "Hopper-v5"),
-    # Episodes end only at the time limit, so more envs mean more diverse rollouts. The
-    # envs keep all cores busy, so two splits would slow the rollouts down.
+    # Episodes are long, because they end only at the time limit. A rollout therefore
+    # contains diverse states only if it has many envs. The envs keep all cores busy, so
+    # two splits would slow the rollouts down.
     "cheetah": _variant(_MUJOCO, "HalfCheetah-v5", num_envs=64, horizon=32),
     # The walker learns from falls, which cause large gradients. With the maximum
     # gradient norm of the other MuJoCo tasks, the return was 2,560 instead of 4,063

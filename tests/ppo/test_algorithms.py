@@ -82,7 +82,7 @@ def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
     (tmp_path / "b.toml").write_text('env_name = "X"\n[ppo]\nepochs = 4\n')
     assert read_config(tmp_path / "b.toml") == Config(env_name="X", epochs=4)
     (tmp_path / "c.toml").write_text('env_name = "X"\nepochs = 3\n[ppo]\nepochs = 4\n')
-    with pytest.raises(ConfigError, match="epochs: set both in the table ppo and"):
+    with pytest.raises(ConfigError, match="epochs: set twice, in the table ppo and"):
         read_config(tmp_path / "c.toml")
     (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
     with pytest.raises(ConfigError, match="sac: expected a table of settings"):

@@ -397,10 +397,11 @@ class RemoteLane:
         self._driver.run(now)
 
     def _attach(self) -> bool:
-        """Continue to attach to the server; start the keeper when attaching has ended.
+        """Advance the attachment to the server; once it is complete, start the keeper.
 
         Returns:
-          Whether the lane is attached, has failed or is closing.
+          False while the lane is still attaching; True if it is attached, has failed or
+          is closing.
         """
         try:
             with self._lock:

@@ -343,7 +343,7 @@ class _MetricsTail:
         """Read the lines written since the last call.
 
         Returns:
-          Whether there were new lines, or the error of the summary has changed.
+          Whether there were new lines, or a file error has occurred, changed or ended.
         """
         previous_error, self._read_error = self._read_error, ""
         try:

@@ -57,7 +57,8 @@ _RETRY_SECONDS: Final = 0.5
 _BUSY_SECONDS: Final = 5.0
 #: Seconds without a connection until another server may take over.
 _DISCONNECTED_SECONDS: Final = 0.25
-#: Seconds of silence until another server may take over a lost lease.
+#: If the lease is lost: seconds that a message to the server may remain unanswered
+#: before another server may take over.
 _ANSWER_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.

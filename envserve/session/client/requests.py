@@ -40,9 +40,9 @@ _MAX_RESEND_SECONDS: Final = 4.0
 #: of the request count as absent, and before the server can count as lost.
 _ABSENT_IGNORED: Final = 2
 _LOST_IGNORED: Final = 3
-#: Minimum seconds for which a server must ignore a request before the server counts as
-#: lost. This is longer than it takes to send the request `_LOST_IGNORED` times, so that
-#: there is time to find another server.
+#: Minimum time, in seconds, that a server must ignore a request before the server is
+#: considered lost. This is longer than it takes to send the request `_LOST_IGNORED`
+#: times, so that the client can find another server in the meantime.
 _MIN_IGNORED_SECONDS: Final = 8.0
 #: Types of operations, and of the replies to them.
 _ANSWERS: Final[Mapping[MessageType, MessageType]] = {

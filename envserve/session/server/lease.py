@@ -213,7 +213,7 @@ class Lease:
             indices.append(block)
         if not indices or len(set(indices)) < len(indices):
             raise RemoteProtocolError(
-                "expected at least one block, and each block once"
+                "expected at least one block, and no block more than once"
             )
         if not is_next:
             return self._handle_repeat(message, now)

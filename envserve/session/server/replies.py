@@ -135,7 +135,7 @@ class ReplyBuilder:
 
 
 def version_mismatch(client: object) -> Refusal:
-    """Return the refusal of a client that speaks only the protocols `client`."""
+    """Return the refusal to send to a client of the protocol versions `client`."""
     return Refusal(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "
@@ -149,7 +149,7 @@ def lease_lost(text: str) -> ErrorBody:
 
 
 def server_draining() -> Refusal:
-    """Return the refusal of a client that attaches while the server drains."""
+    """Return the refusal to send to a client that attaches while the server drains."""
     return Refusal(
         ErrorCode.ENVS_BUSY,
         "the server is draining: it grants no new leases, and will stop; attach to "

@@ -79,7 +79,7 @@ class DiagonalGaussian:
         return self.mean
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Return the log-density of `action` `[N, A]` per row, `[N]`."""
+        """Return the log-density `[N]` of each row of `action`, `[N, A]`."""
         deviation = (action - self.mean) * tf.exp(-self.log_std)
         per_dimension = -0.5 * (tf.square(deviation) + _LOG_TWO_PI) - self.log_std
         return tf.reduce_sum(per_dimension, axis=-1)
@@ -107,7 +107,7 @@ class SquashedGaussian(DiagonalGaussian):
     """
 
     def log_prob(self, action: tf.Tensor) -> tf.Tensor:
-        """Return the log-density of tanh(`action` `[N, A]`) per row, `[N]`."""
+        """Return the log-density `[N]` of each row of tanh(`action`), `[N, A]`."""
         return super().log_prob(action) - tf.reduce_sum(_log_slope(action), axis=-1)
 
     def entropy(self) -> tf.Tensor:

@@ -140,7 +140,11 @@ class NetworkPart:
 
 
 class IdentityTorso(NetworkPart):
-    """A torso that returns observations unchanged; networks flatten them."""
+    """Returns its input unchanged.
+
+    This is the torso of networks without image layers, and the value head of custom
+    models.
+    """
 
     def __call__(self, observation: Any) -> Any:
         """Return the observation unchanged."""
