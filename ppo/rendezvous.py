@@ -17,8 +17,8 @@ from typing import Final
 
 from ppo.errors import ConfigError, LearnerLostError
 
-#: Maximum seconds for a connection attempt, and for the chief to wait until a learner
-#: has disconnected.
+#: Maximum seconds for a connection attempt, and for learner 0 to wait until another
+#: learner has disconnected.
 _CONNECT_SECONDS: Final = 5.0
 #: Pause between two connection attempts.
 _RETRY_SECONDS: Final = 0.25
