@@ -66,10 +66,8 @@ def training_ours(config: Config, steps: int, workers: int) -> Iterator[Measure]
     """Train with `ppo.train.train`; training is paused between measurements."""
     size = config.steps_per_iteration
     short = {**config.algorithm_settings, "random_steps": _RANDOM_STEPS}
-    with paused_training(config.replace(algorithm_settings=short), workers) as (
-        gate,
-        _,
-    ):
+    config = config.replace(algorithm_settings=short)
+    with paused_training(config, workers) as (gate, _):
         # The first updates compile, so do not measure them.
         gate.let_pass(2 * _RANDOM_STEPS // size)
 

@@ -556,6 +556,7 @@ class BatchEnv:
           ServerError: A server was lost.
         """
         group = self._group
+        # As in `_exclusive`, which would add a function call to each step.
         if not self._lock.acquire(blocking=False):
             raise self._in_use_error()
         try:

@@ -74,10 +74,8 @@ class Agent:
             for name, part in {**parts, "preprocess": self.preprocess}.items()
         }
         self._copy_parameters = tf.function(self._parameters, autograph=False)
-        if not self.converts_code:
-            for name in ("act", "act_from", "mode"):
-                method = tf.autograph.experimental.do_not_convert(getattr(self, name))
-                setattr(self, name, method)
+        for name in ("act", "act_from", "mode"):
+            setattr(self, name, self.unconverted(getattr(self, name)))
 
     def act(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -285,6 +283,17 @@ class Agent:
         which takes seconds, changes nothing.
         """
         return self.custom_model is not None or type(self) is not Agent
+
+    @tf.autograph.experimental.do_not_convert
+    def unconverted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Exclude a function from AutoGraph, unless `converts_code` is true.
+
+        The function itself must not branch on tensors, or iterate over them. Functions
+        that never call a network have the decorator `do_not_convert` instead.
+        """
+        if self.converts_code:
+            return function
+        return tf.autograph.experimental.do_not_convert(function)
 
     @property
     def policy_variables(self) -> list[Any]:

@@ -127,8 +127,7 @@ def evaluate(
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
     simulation = _simulation(agent, graph_env, actions)
-    evaluation = _play(simulation, env, episodes, time_limit, seed)
-    return evaluation._replace(actions=actions)
+    return _play(simulation, env, actions, episodes, time_limit, seed)
 
 
 class PeriodicEvaluator:
@@ -183,10 +182,10 @@ class PeriodicEvaluator:
             )
             raise
         with env:
+            actions = self._config.evaluation_actions
             limit = self._config.evaluation_time_limit
             simulation = self._simulation_with(env)
-            evaluation = _play(simulation, env, self._episodes, limit, self._seed)
-            return evaluation._replace(actions=self._config.evaluation_actions)
+            return _play(simulation, env, actions, self._episodes, limit, self._seed)
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
         """Return a simulation of these envs; reuse its graph if the splits match."""
@@ -302,7 +301,12 @@ def _simulation(
 
 
 def _play(
-    simulation: Simulation, env: BatchEnv, episodes: int, time_limit: int, seed: int
+    simulation: Simulation,
+    env: BatchEnv,
+    actions: str,
+    episodes: int,
+    time_limit: int,
+    seed: int,
 ) -> Evaluation:
     """Play `episodes` episodes, and return their evaluation; see `evaluate`."""
     quotas = np.full(env.num_envs, episodes // env.num_envs)
@@ -341,7 +345,8 @@ def _play(
                 f"{idle_steps:,} steps had a lost step; see the log for the reasons."
             )
     all_episodes = itertools.chain.from_iterable(played)
-    return Evaluation.from_episodes(all_episodes)._replace(num_cut=num_cut)
+    evaluation = Evaluation.from_episodes(all_episodes)
+    return evaluation._replace(actions=actions, num_cut=num_cut)
 
 
 def _warn_of_endless_episodes(env: BatchEnv, time_limit: int) -> None:

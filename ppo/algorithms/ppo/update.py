@@ -156,20 +156,9 @@ class Updater:
         compiled instead.
         """
         if self._learners.num == 1:
-            return self._unconverted(function)
+            return self._agent.unconverted(function)
         converts, jit_compile = self._agent.converts_code, self._config.jit_compile
         return tf.function(function, autograph=converts, jit_compile=jit_compile)
-
-    @tf.autograph.experimental.do_not_convert
-    def _unconverted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a part of the update that AutoGraph converts only for a user's model.
-
-        The part itself must not branch on tensors, or iterate over them. Parts that
-        never call a model have the decorator `do_not_convert` instead.
-        """
-        if self._agent.converts_code:
-            return function
-        return tf.autograph.experimental.do_not_convert(function)
 
     def _update(
         self,
@@ -201,7 +190,7 @@ class Updater:
             before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
             epoch_metrics = self._epoch(samples | advantages, coefficients, epoch_seed)
-            epoch_kl = self._unconverted(self._mean_kl)(samples)
+            epoch_kl = self._agent.unconverted(self._mean_kl)(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(epoch_kl <= config.max_kl)
                 self._rollback.restore(before, is_too_far)
@@ -273,7 +262,7 @@ class Updater:
         count = config.steps_per_iteration // config.minibatch_size
         minibatches = self._sampler.minibatches(samples, count, seed)
         num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
-        step = self._unconverted(self._gradient_step)
+        step = self._agent.unconverted(self._gradient_step)
         total = tf.zeros([len(METRICS)])
         for index in tf.range(count):
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
