@@ -117,7 +117,7 @@ def gather_result(
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
     # This runs at every step, and `copy` is the fastest way to make an array; see the
     # decision "A step makes few Python calls and few copies".
-    part = row_set.lane_parts[0]
+    part, _ = row_set.lane_parts[0]
     rows = part.view or part.read()
     observation: Any = []
     final: Any = []
@@ -185,10 +185,9 @@ def _write_to(
     ended = np.logical_or(out.terminated, out.truncated)
     if ended.any():
         final = flatten(space, out.final_observation)
-        for part in row_set.lane_parts:
-            if ended[part.set_rows].any():
-                rows = part.read()
-                _write_final(rows, [leaf[part.set_rows] for leaf in final])
+        for part, set_rows in row_set.lane_parts:
+            if ended[set_rows].any():
+                _write_final(part.read(), [leaf[set_rows] for leaf in final])
     return out._replace(infos=infos) if out.infos or infos else out
 
 
