@@ -168,26 +168,29 @@ def _write_to(
     infos: Mapping[int, Mapping[str, Any]],
     spec: EnvSpec,
 ) -> StepResult:
-    space = spec.observation_space
-    observation = flatten(space, out.observation)
-    if len(out.reward) != len(row_set):
+    space, is_nested = spec.observation_space, spec.single_observation is None
+    num_rows = len(row_set)
+    observation = flatten(space, out.observation) if is_nested else [out.observation]
+    if len(out.reward) != num_rows:
         raise ValueError(
-            f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
+            f"out: expected arrays of {num_rows} rows; got {len(out.reward)}"
         )
-    targets = *observation, out.reward, out.terminated, out.truncated, out.status
+    targets = (*observation, out.reward, out.terminated, out.truncated, out.status)
     for target, sources in zip(targets, row_set.sources(), strict=True):
-        _check_shape(target, (len(row_set), *sources[0].shape[1:]))
-        if len(sources) > 1:  # one NumPy call copies from any number of lanes
+        if len(sources) == 1:
+            _check_shape(target, sources[0].shape)
+            target[...] = sources[0]
+        else:  # one NumPy call copies from any number of lanes
+            _check_shape(target, (num_rows, *sources[0].shape[1:]))
             np.concatenate(sources, out=target, casting="unsafe")
-        else:
-            target[:] = sources[0]
-    out.valid[:] = out.status == _OK
+    out.valid[...] = out.status == _OK
     ended = np.logical_or(out.terminated, out.truncated)
-    if ended.any():
-        final = flatten(space, out.final_observation)
+    if np.count_nonzero(ended):  # faster than `any`
+        final = out.final_observation
+        leaves = flatten(space, final) if is_nested else [final]
         for part, set_rows in row_set.lane_parts:
-            if ended[set_rows].any():
-                _write_final(part.read(), [leaf[set_rows] for leaf in final])
+            if np.count_nonzero(ended[set_rows]):
+                _write_final(part.read(), [leaf[set_rows] for leaf in leaves])
     return out._replace(infos=infos) if out.infos or infos else out
 
 
