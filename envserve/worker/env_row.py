@@ -229,13 +229,7 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
-        info = copy_info(info)
-        reset_info = self._begin_episode(is_autoreset=True)
-        # If the env has set the key itself, its value is replaced, because clients
-        # expect the info of the reset.
-        if reset_info or "reset_info" in info:
-            return {**info, "reset_info": reset_info}
-        return info
+        return add_reset_info(copy_info(info), self._begin_episode(is_autoreset=True))
 
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Reset the env, write its first observation, and return the info.
@@ -367,6 +361,19 @@ class EnvRow:
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
             array[self.row] = convert_leaf(leaf, value, self._checks, env_class)
+
+
+def add_reset_info(
+    info: Mapping[str, Any], reset_info: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the info of an ended episode, with the info of the reset that followed.
+
+    If the env has set the key itself, its value is replaced, because clients expect the
+    info of the reset.
+    """
+    if reset_info or "reset_info" in info:
+        return {**info, "reset_info": reset_info}
+    return info
 
 
 def _wrapper_names(env: Env) -> list[str]:
