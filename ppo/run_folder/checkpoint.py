@@ -61,7 +61,8 @@ def save(
     """Write a checkpoint, then remove all except the newest `keep` and the best one.
 
     Args:
-        folder: Folder for the checkpoints of a run; created if it does not exist.
+        folder: Folder for the checkpoints of a run; created if it does not exist, but
+            the folder of the run must exist.
         counters: Progress of the run.
         state: All objects that the checkpoint stores, from `training_state`.
         keep: Number of newest checkpoints to keep.
@@ -78,7 +79,8 @@ def save(
     partial = folder / f"{final.name}.partial"
     for leftover in folder.glob("*.partial"):  # left behind by a run that was killed
         shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
+    partial.mkdir()
     state.write(str(partial / "state"))
     (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
     if evaluation_return is not None:

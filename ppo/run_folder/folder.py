@@ -256,6 +256,9 @@ class RunFolder:
             else:
                 raise
             remedy = "free some space" if is_full else "make it writable"
+            if isinstance(error, FileNotFoundError) or not self.path.exists():
+                reason = "the folder or a file in it was removed or renamed"
+                remedy = "resume the run in its new folder, or start a new run"
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
