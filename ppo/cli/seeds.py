@@ -147,8 +147,13 @@ def _terminate(running: dict[int, subprocess.Popen[bytes]]) -> None:
 
 
 def _last_output(run: RunFolder) -> str:
-    """Return the error that a run's process reported, or its last line of output."""
-    lines = (run.path / "output.log").read_text(errors="replace").splitlines()
+    """Return the error that a run's process reported, or its last line of output.
+
+    Return an empty string if the folder of the run was removed.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = (run.path / "output.log").read_text(errors="replace").splitlines()
     return ([line for line in lines if line.startswith("Error: ")] or lines or [""])[-1]
 
 

@@ -231,8 +231,9 @@ def _load_state(
     except Exception as error:  # a damaged file can raise almost any error
         reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(
-            f"{path}: expected a checkpoint of the networks that the config "
-            f"describes; {reason}"
+            f"{path}: expected a checkpoint of the networks that the config describes, "
+            "and of its algorithm and optimizer; undo changes of such settings, or "
+            f"start a new run. {reason.removesuffix(': attributes {')}"
         ) from error
 
 
