@@ -250,6 +250,14 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
             run(tmp_path / "untracked", config)
 
 
+def test_algorithm_without_support_for_recurrent_policies_is_an_error(
+    tmp_path: Path,
+) -> None:
+    config = A2C.replace(env_name="fake", recurrent_size=4)
+    with pytest.raises(ConfigError, match=r"^recurrent_size: expected 0, .* got 4\.$"):
+        run(tmp_path / "run", config, in_graphs=True)
+
+
 def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
     tmp_path: Path,
 ) -> None:
