@@ -57,8 +57,9 @@ def test_error_for_an_unknown_key_suggests_the_nearest_one(
 def test_error_for_a_key_without_similar_ones_suggests_nothing(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. `ppo configs"):
         apply_settings(BASE, [f"{key}=1"])
+    values: dict[str, Any] = {"env_name": "X", key: 1}
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. `ppo configs"):
-        Config(env_name="X", **{key: 1})
+        Config(**values)
 
 
 @pytest.mark.parametrize("kind", [Config, SACSettings])
