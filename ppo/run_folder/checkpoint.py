@@ -241,7 +241,12 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.name.isdigit())
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.isdigit())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be read, {error.strerror}; make it readable."
+        ) from error
 
 
 def _remove(path: Path) -> None:
