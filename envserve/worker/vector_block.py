@@ -303,7 +303,7 @@ class VectorBlock:
     ) -> list[Fault]:
         """Replace the failed vector env and return its faults; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
-        summary = first.text.strip().rpartition("\n")[2][:_MAX_SUMMARY_CHARS]
+        summary = first.cause[:_MAX_SUMMARY_CHARS]
         others = (first._replace(env_index=n, text=summary) for n in self.rows[1:])
         for final, last in self._final_and_last:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
