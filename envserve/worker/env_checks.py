@@ -209,13 +209,20 @@ def step_result_violation(error: Exception) -> SpaceViolation | None:
         )
     if not module or not (is_in_row or module.startswith("gymnasium.wrappers.")):
         return None
-    if "(expected 5" not in text and not text.startswith("cannot unpack non-iterable"):
+    kind = text.partition("cannot unpack non-iterable ")[2].removesuffix(" object")
+    if "(expected 5" not in text and not kind:
         return None
-    got = text.partition("got ")[2].rstrip(")") or text
+    number = text.partition("got ")[2].rstrip(")")
+    got = f"{number} values" if number else "more values"
+    remedy = "fix the env"
+    if number == "4":
+        remedy += ": in Gym's old API, step() returned four values, and done is now "
+        remedy += "terminated or truncated"
+    elif kind == "coroutine":
+        remedy += ": define step() without async"
     return SpaceViolation(
         "expected step() to return observation, reward, terminated, truncated and "
-        f"info; got {got}{' values' * got.isdigit()}; fix the env: in Gym's old API, "
-        "step() returned four values, and done is now terminated or truncated"
+        f"info; got {f'a {kind}' if kind else got}; {remedy}"
     )
 
 

@@ -124,7 +124,7 @@ class EnvRow:
         spaces = self._env.observation_space, self._env.action_space
         spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
-        self._leaves = spec.observation_leaves
+        self._leaves, _ = spec.observation_leaves, spec.action_leaves
         self._single_leaf = self._single_dtype = self._single_shape = None
         for leaf in self._leaves:
             if leaf.space is self._space and not leaf.is_encoded:
