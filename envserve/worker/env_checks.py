@@ -86,7 +86,8 @@ def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
     try:
         return flatten(space, observation)
     except SpaceError as error:
-        raise SpaceViolation(f"observation: {error}") from None
+        hint = "fix the env, or its observation space"
+        raise SpaceViolation(f"observation: {error}; {hint}") from None
 
 
 def leaf_label(leaf: Leaf) -> str:
@@ -195,19 +196,19 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def step_result_violation(error: Exception) -> SpaceViolation | None:
     """Return a violation if an error shows that step() returned invalid values.
 
-    The error comes from `EnvRow` or from one of Gymnasium's wrappers, because both
-    unpack the values. Return None for all other errors.
+    The error comes from a worker's block or from one of Gymnasium's wrappers, because
+    both unpack the values. Return None for all other errors.
     """
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = trace and str(trace.tb_frame.f_globals.get("__name__"))
+    module = str(trace and trace.tb_frame.f_globals.get("__name__"))
     is_in_row = module == "envserve.worker.env_row"
     if is_in_row and text.startswith("The truth value of an array"):
         return SpaceViolation(
             "expected terminated and truncated to be bools; got an array; fix the env"
         )
-    if not module or not (is_in_row or module.startswith("gymnasium.wrappers.")):
+    if not module.startswith(("envserve.worker.", "gymnasium.wrappers.")):
         return None
     kind = text.partition("cannot unpack non-iterable ")[2].removesuffix(" object")
     if "(expected 5" not in text and not kind:

@@ -38,6 +38,8 @@ from envserve.worker.env_checks import (
     convert_leaf,
     flatten_observation,
     leaf_label,
+    split_reset_result,
+    step_result_violation,
 )
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
@@ -147,7 +149,8 @@ class VectorBlock:
         try:
             infos = self._step()
         except Exception as error:
-            faults = self._replace_failed(error, in_step=True)
+            cause = step_result_violation(error) or error
+            faults = self._replace_failed(cause, in_step=True)
         step_timings.record_step(self._heartbeat, began_at, len(self.rows))
         return self._encode_report(faults, infos, self._checks.take_warnings())
 
@@ -277,9 +280,9 @@ class VectorBlock:
         began_at = step_timings.start_time()
         result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))
-        self._write_observation(self._block.observation, result[0], mask)
+        observation, infos = split_reset_result(result)
+        self._write_observation(self._block.observation, observation, mask)
         self._heartbeat[1] = 0
-        infos: _Infos = result[1]
         return infos
 
     def _record_resets(
