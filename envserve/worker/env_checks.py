@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Space
 
-from envserve.errors import SpaceError
-from envserve.settings import NonFinite
+from envserve.errors import EnvStartError, SpaceError
+from envserve.settings import EnvRequest, NonFinite
+from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
@@ -79,6 +80,26 @@ class EnvChecks:
                 is_masked=self.nonfinite == "mask",
                 is_permanent=False,
             )
+
+
+def check_rebuilt(
+    env_index: int, first: EnvSpec, rebuilt: EnvSpec, request: EnvRequest
+) -> None:
+    """Raise EnvStartError if a rebuilt env has different spaces.
+
+    The rows in shared memory keep the layout of the first spaces.
+
+    Args:
+      env_index: Row of the env in the whole batch.
+      first: Spec of the env that has failed.
+      rebuilt: Spec of the env that replaces it.
+      request: Settings of the env.
+    """
+    if different := first.differences(rebuilt, request.observation_mode):
+        raise EnvStartError(
+            f"Env {env_index}: its spaces changed when it was rebuilt after a fault: "
+            f"{'; '.join(different)}"
+        )
 
 
 def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:

@@ -35,6 +35,7 @@ from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import (
     EnvChecks,
     SpaceViolation,
+    check_rebuilt,
     convert_leaf,
     flatten_observation,
     leaf_label,
@@ -316,7 +317,8 @@ class VectorBlock:
         self._write_heartbeat(1)
         self.close()
         self._incarnation += 1
-        self._make_env()
+        spec, number = self._spec, self._config.first_env_index + self.rows.start
+        check_rebuilt(number, spec, self._make_env(), self._config)
         self._needs_reset = in_step and self._config.autoreset == "next_step"
         if not self._needs_reset:
             self._reset(None, self._all_mask)
