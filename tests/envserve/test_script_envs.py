@@ -286,6 +286,7 @@ def test_functions_with_different_spaces_raise_as_other_envs() -> None:
             "a single env; got the vector env CartPole",
         ),
         ([], {}, "at least one function"),
+        ({"id": "CartPole-v1"}, {}, "expected the name of an env, .* got {'id'"),
         (
             lambda: Numbered(),
             {"addresses": ["tcp://127.0.0.1:1"]},
