@@ -350,8 +350,8 @@ class SupervisedWorker:
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
         if now - self._beat_at > limit:
             self.kill(
-                f"a {name} timed out after {limit:g} s; raise {option}_timeout (on a "
-                f"server, --{option}-timeout) if the env may take longer",
+                f"hung: a {name} timed out after {limit:g} s; raise {option}_timeout "
+                f"(on a server, --{option}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )

@@ -6,7 +6,6 @@ row contains the maximum, and for other metrics the mean over iterations.
 """
 
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -88,11 +87,9 @@ class MetricsWriter:
         }
         line = (json.dumps({"steps": step, **row}) + "\n").encode()
         with self._writing(), self._events.as_default(step=step):
-            # Writing to a file that has been removed raises no error.
-            if not os.path.samestat(
-                os.stat(self._path), os.fstat(self._lines.fileno())
-            ):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            # Writing to a file that has been removed raises no error. The files are not
+            # compared, because inode numbers change on some network file systems.
+            os.stat(self._path)
             while line:
                 line = line[self._lines.write(line) :]
             for name, value in values.items():
