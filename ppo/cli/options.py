@@ -23,7 +23,7 @@ from envserve.cli.logs import StderrHandler, TextLines
 from envserve.cli.options import Count, add_working_directory, env_names
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import is_user_env, with_absolute_path
+from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -39,7 +39,13 @@ from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
 from ppo.config.config import CODE_SETTINGS, Config
 from ppo.config.named_configs import CONFIGS, apply_settings, load_config
-from ppo.errors import BadInputError, PpoError, RunFolderError, UntrustedCodeError
+from ppo.errors import (
+    BadInputError,
+    ConfigError,
+    PpoError,
+    RunFolderError,
+    UntrustedCodeError,
+)
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import (
     EnvSource,
@@ -327,6 +333,7 @@ def check_trust(
         options: Options that select the envs.
 
     Raises:
+        ConfigError: A setting is invalid, or changes the algorithm of the run.
         UntrustedCodeError: The user does not agree, or there is no terminal.
     """
     is_file = name is not None and name.endswith((".toml", ".json"))
@@ -337,7 +344,8 @@ def check_trust(
         stored, source = load_config(name), EnvSource()
     else:
         return
-    config = options.with_moved_files(apply_settings(stored, changes))
+    apply = apply_settings if resume is None else resumed_config
+    config = options.with_moved_files(apply(stored, changes))
     keys = {change.partition("=")[0] for change in changes}
     typed_source = options.applied_to(EnvSource())
     typed = {*typed_source.addresses, *typed_source.import_modules}
@@ -372,6 +380,23 @@ def with_absolute_paths(config: Config) -> Config:
         env_name=with_absolute_path(config.env_name),
         import_modules=tuple(map(with_absolute_path, config.import_modules)),
     )
+
+
+def resumed_config(earlier: Config, changes: list[str]) -> Config:
+    """Return the config of a resumed run, with the values of --set applied.
+
+    Raises:
+        ConfigError: A setting is invalid, or changes the algorithm. The file of an
+            algorithm may have moved.
+    """
+    settings = dict(change.partition("=")[::2] for change in changes)
+    algorithm = settings.get("algorithm", earlier.algorithm).strip()
+    if env_name_of(algorithm) != env_name_of(earlier.algorithm):
+        raise ConfigError(
+            f"--set: algorithm: expected {earlier.algorithm}, the algorithm of the "
+            f"run, found {algorithm}; start a new run to use another algorithm."
+        )
+    return apply_settings(earlier, changes)
 
 
 def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:

@@ -15,6 +15,7 @@ from ppo.cli.options import (
     find_user_code,
     preserved_interrupts,
     resolve_env_source,
+    resumed_config,
     with_absolute_paths,
 )
 from ppo.cli.progress import Screen
@@ -161,7 +162,7 @@ def plan_resumed_run(
             f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
         )
     source = resolve_env_source(run_folder.env_source(), options)
-    config = options.with_moved_files(apply_settings(earlier, changes))
+    config = options.with_moved_files(resumed_config(earlier, changes))
     find_user_code(config, source)
     return Plan(run_folder, config, "of the run", source, earlier)
 

@@ -223,6 +223,16 @@ def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:
     assert "whose env is CartPole-v1; omit CONFIG" in error
 
 
+def test_a_run_is_resumed_with_its_own_algorithm_only(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path, Config(env_name="CartPole-v1", epochs=4))
+    code, _, error = ppo("train", "--resume", tmp_path, "--set", "algorithm=sac")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "expected ppo, the algorithm of the run, found sac; start a new" in error
+    run.save_config(Config(env_name="CartPole-v1", algorithm="/old/my.py:Mine"))
+    moved = plan_resumed_run(tmp_path, None, ["algorithm=new/my.py:Mine"], EnvOptions())
+    assert moved.config.algorithm.endswith("new/my.py:Mine")
+
+
 def test_resuming_is_not_suggested_after_errors_that_would_recur(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
