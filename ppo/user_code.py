@@ -1,8 +1,9 @@
 """Load and call user code that a config names: algorithms, networks, losses, callbacks.
 
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
-working directory. Each file is loaded once, like a module, so the functions of a file
-share its global variables. A file is loaded again only if it has changed on disk.
+working directory; `ppo train` stores absolute paths in the run. Each file is loaded
+once, like a module, so the functions of a file share its global variables. A file is
+loaded again only if it has changed on disk.
 Errors in user code are reported with the file and line at which they were raised.
 """
 

@@ -4,6 +4,7 @@ The input is checked before TensorFlow is loaded, because loading it takes secon
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -159,8 +160,8 @@ class EnvOptions(NamedTuple):
     def with_moved_files(self, config: Config) -> Config:
         """Return a config with the new paths of files that have been moved.
 
-        If --import names a file with the same name as the env's file or as an imported
-        file, its path replaces the path in the config.
+        If --import names a file with the same name as a file in the config, its path
+        replaces the path in the config.
         """
         modules = self.applied_to(EnvSource()).import_modules
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
@@ -169,8 +170,7 @@ class EnvOptions(NamedTuple):
             file, colon, name = reference.partition(":")
             return f"{moved.get(Path(file).name, file)}{colon}{name}"
 
-        env_name, *imports = map(new_name, (config.env_name, *config.import_modules))
-        return config.replace(env_name=env_name, import_modules=tuple(imports))
+        return _with_renamed_code(config, new_name)
 
 
 class Terminated(KeyboardInterrupt):
@@ -308,7 +308,7 @@ def open_run(
             )
         check_trust(None, run, [], options)
         config = options.with_moved_files(stored).replace(min_servers=0, num_servers=0)
-        source = resolve_env_source(run_folder.env_source(), options)
+        source = resolve_env_source(run_folder.env_source(), options, stored)
         find_user_code(config, source)
         if source.addresses and options.connect is None:
             print(f"Env servers of the run: {one_line(', '.join(source.addresses))}")
@@ -376,10 +376,20 @@ def _is_confirmed(question: str) -> bool:
 
 def with_absolute_paths(config: Config) -> Config:
     """Return a config whose file names do not depend on the working directory."""
-    return config.replace(
-        env_name=with_absolute_path(config.env_name),
-        import_modules=tuple(map(with_absolute_path, config.import_modules)),
-    )
+    return _with_renamed_code(config, with_absolute_path)
+
+
+def _with_renamed_code(config: Config, rename: Callable[[str], str]) -> Config:
+    """Return a config in which `rename` replaces each name of an env, code or module.
+
+    `rename` is also called with built-in names, such as "ppo".
+    """
+    names = {key: rename(getattr(config, key)) for key in ("env_name", *CODE_SETTINGS)}
+    lists = {
+        key: tuple(map(rename, getattr(config, key)))
+        for key in ("import_modules", "callbacks")
+    }
+    return config.replace(**names, **lists)
 
 
 def resumed_config(earlier: Config, changes: list[str]) -> Config:
@@ -399,21 +409,38 @@ def resumed_config(earlier: Config, changes: list[str]) -> Config:
     return apply_settings(earlier, changes)
 
 
-def resolve_env_source(source: EnvSource, options: EnvOptions) -> EnvSource:
+def resolve_env_source(
+    source: EnvSource, options: EnvOptions, config: Config | None = None
+) -> EnvSource:
     """Return the env source of an earlier run, with the given options applied.
+
+    Workers do not import a file that --import names only because code in `config`, the
+    earlier run's config, has moved: such a file would load TensorFlow.
 
     Raises:
         AddressError: The address of a server cannot be resolved.
     """
     from envserve.client.link.discovery import resolve
 
+    files = {Path(name.partition(":")[0]).name for name in _code(config)}
+    moved = {name for name in files if name.endswith(".py")}
+    moved -= {Path(name).name for name in source.import_modules}
     source = options.applied_to(source)
+    modules = tuple(m for m in source.import_modules if Path(m).name not in moved)
+    source = dataclasses.replace(source, import_modules=modules)
     try:
         for word in source.addresses:
             resolve(word)
     except AddressError as error:
         raise AddressError(f"--connect: {error}") from error
     return source
+
+
+def _code(config: Config | None) -> list[str]:
+    """Return the names of functions and classes in a config, without those of envs."""
+    if config is None:
+        return []
+    return [*(getattr(config, key) for key in CODE_SETTINGS), *config.callbacks]
 
 
 def find_user_code(config: Config, source: EnvSource) -> None:
@@ -423,8 +450,7 @@ def find_user_code(config: Config, source: EnvSource) -> None:
         EnvStartError: Other users can write to the working directory, and a module is
             not found elsewhere.
     """
-    code = [getattr(config, setting) for setting in CODE_SETTINGS]
-    code += config.callbacks
+    code = _code(config)
     # With env servers, this process imports neither the envs nor their modules.
     envs = [] if source.addresses else [config.env_name]
     modules = [] if source.addresses else config.import_modules + source.import_modules

@@ -186,8 +186,9 @@ def plan_resumed_run(
             f"--resume uses the config of the earlier run, whose env is "
             f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
         )
-    source = resolve_env_source(run_folder.env_source(), options)
-    config = options.with_moved_files(resumed_config(earlier, changes))
+    source = resolve_env_source(run_folder.env_source(), options, earlier)
+    config = with_absolute_paths(resumed_config(earlier, changes))
+    config = options.with_moved_files(config)
     find_user_code(config, source)
     return Plan(run_folder, config, "of the run", source, earlier)
 

@@ -149,7 +149,9 @@ def _resolve(name: str, folder: Path | None) -> str:
     ends = name.partition(":")[0], name.rpartition(":")[0]
     files = [source for source in ends if source.endswith(".py")]
     top = ends[0].partition(".")[0]
-    found = next(filter(os.path.exists, (*files, top, f"{top}.py")), "")
+    # The name of a file that has been removed still has the same digest.
+    missing = files[0] if files else ""
+    found = next(filter(os.path.exists, (*files, top, f"{top}.py")), missing)
     if not found:
         return name
     path, shown = Path(found).resolve(), name.removeprefix(found)

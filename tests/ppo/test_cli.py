@@ -27,16 +27,17 @@ from ppo.cli.options import (
     report_errors,
     resolve_env_source,
     user_command,
+    with_absolute_paths,
 )
 from ppo.cli.run_setup import Plan, create_folder, plan_resumed_run
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.train import resume_hints
 from ppo.config import Config
-from ppo.config.named_configs import CONFIGS
+from ppo.config.named_configs import CONFIGS, apply_settings
 from ppo.environments import env_maker
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.trust import EnvSource
+from ppo.run_folder.trust import EnvSource, code_names
 from tests.ppo import failing_env
 from tests.ppo.runs import ppo, save_run
 
@@ -209,6 +210,36 @@ def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
     plan = plan_resumed_run(run.path, None, [], EnvOptions(None, [str(file)]))
     assert plan.config.env_name == f"{file}:Walk"
     assert plan.config.import_modules == (str(file),)
+
+
+def test_own_code_is_found_from_other_working_directories_and_when_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "new").mkdir()
+    names = ["network=my.py:net", "objective=my.py:loss", 'callbacks=["my.py:f"]']
+    names += ["optimizer=my.py:opt", "learning_rate_schedule=my.py:rate"]
+    config = apply_settings(CONFIGS["cartpole"], ["algorithm=my.py:Mine", *names])
+
+    def paths(config: Config) -> set[str]:
+        code = code_names(config).values()
+        return {name.rpartition(":")[0] for names in code for name in names}
+
+    absolute = with_absolute_paths(config)
+    assert paths(absolute) == {str(tmp_path / "my.py")}
+    assert len(code_names(absolute)) == len(code_names(config)) == 6
+    run = RunFolder.create(tmp_path / "run", absolute, EnvSource(import_modules=("m",)))
+    monkeypatch.chdir("new")
+    code, _, error = ppo("evaluate", run.path)  # trusted, although the file is missing
+    assert (code, "expected a checkpoint" in error) == (2, True)
+    Path("my.py").touch()
+    options = EnvOptions(import_modules=["my.py", "other.py"])
+    plan = plan_resumed_run(run.path, None, [], options)
+    assert paths(plan.config) == {str(tmp_path / "new" / "my.py")}
+    # Workers do not import the file of the algorithm, but all other modules.
+    assert plan.env_source.import_modules == (str(tmp_path / "new" / "other.py"),)
+    changed = plan_resumed_run(run.path, None, ["callbacks=my.py:g"], EnvOptions())
+    assert changed.config.callbacks == (f"{Path.cwd()}/my.py:g",)
 
 
 def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:
