@@ -302,10 +302,10 @@ class Attachment:
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
-            error = UnknownEnv(
-                f"{error}{hint}; if one of your modules registers the env, start the "
-                f"server with `envserve start --import MODULE`"
-            )
+            if not hint.endswith("?"):
+                hint += "; if one of your modules registers the env, start the "
+                hint += "server with `envserve start --import MODULE`"
+            error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
         if self.client_blocks is not None and is_lost:
