@@ -198,7 +198,7 @@ def train(
                     if resume is not None or not run.remove_if_unused():
                         screen.print(f"Run folder: {run.path}")
         if is_finished and not index:
-            _finish(screen, plan, film)
+            _finish(screen, plan, film, can_film=monitors.can_render)
             monitors.finish_page()
         return 3 if restartable and not is_finished else 0
 
@@ -351,6 +351,7 @@ class Monitors(contextlib.ExitStack):
     Attributes:
         finish_page: Function to call after the run. It waits until no browser shows the
             page, or until Ctrl-C.
+        can_render: Whether the envs can render images, as far as is known.
     """
 
     def __init__(
@@ -360,6 +361,7 @@ class Monitors(contextlib.ExitStack):
         self._screen, self._has_page, self._metrics = screen, has_page, None
         self._env: BatchEnv | None = None
         self.finish_page: Callable[[], None] = lambda: None
+        self.can_render = True
         self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
@@ -379,7 +381,12 @@ class Monitors(contextlib.ExitStack):
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
         """Start the monitors; `env` is the training env."""
+        from envserve.client.vector_env import metadata_of
+
         self._env = env
+        if not plan.env_source.addresses:  # servers may hide the metadata
+            modes = metadata_of(env).get("render_modes")
+            self.can_render = "rgb_array" in (modes or ())
         if self._has_page:
             from envserve.monitoring.local_status_server import LocalStatusServer
             from envserve.monitoring.page.serve import finish_page, page_process
@@ -404,12 +411,11 @@ class Monitors(contextlib.ExitStack):
         self._screen.show(progress)
 
 
-def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:
+def _finish(screen: Screen, plan: Plan, is_filmed: bool, *, can_film: bool) -> None:
     """Record an episode if requested, and print commands that the user may run next."""
     from ppo.evaluation.rendering import prepare_filming
 
     path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
-    can_film = True
     try:
         prepare_filming(plan.config, plan.env_source.addresses)
         if is_filmed:
