@@ -37,7 +37,8 @@ def unknown_server_text(address: str) -> str:
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (
         f"{address}: no key of this server is known here, so its identity cannot be "
-        f'checked; run "envserve invite NAME" on {host} and "envserve join" here'
+        f'checked; run "envserve invite NAME --at {address}" on {host} and "envserve '
+        f'join" here'
     )
 
 

@@ -222,7 +222,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME" first'),
+        (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME --at ADDRESS" first'),
         (["--bind", "tcp://0.0.0.0:0"], 2, "is reachable from other hosts"),
         (["--bind", "tcp://[::]:0"], 2, "but no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),

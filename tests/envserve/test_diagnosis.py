@@ -194,7 +194,7 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         Finding.NEEDS_KEYS,
         "no key of this server is known here, so its identity "
         "cannot be checked; run "
-        '"envserve invite NAME" on 127.0.0.1 and "envserve join" here',
+        '"envserve invite NAME --at THIS" on 127.0.0.1 and "envserve join" here',
     ),
     "refuses": (
         (Router, SERVER, b"400"),
@@ -202,7 +202,8 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         Finding.UNKNOWN_CLIENT,
         "the server does not know this client's key "
         f"({fingerprint(CLIENT.public)}): it was never invited, has expired, or was "
-        'removed; run "envserve invite NAME" there and "envserve join" here',
+        'removed; run "envserve invite NAME --at ADDRESS" there and "envserve join" '
+        "here",
     ),
     "another": (
         (Router, OTHER),
@@ -238,7 +239,7 @@ def test_the_reason_of_a_failed_connection_is_found_and_explained(
     if finding in (Finding.NOT_ZEROMQ, Finding.SILENT):
         assert text in str(refusal)
     elif text:
-        assert str(refusal) == f"{address}: {text}"
+        assert str(refusal) == f"{address}: {text.replace('THIS', address)}"
     else:
         assert refusal is None
 
@@ -363,7 +364,7 @@ def test_a_lane_raises_soon_and_has_sent_nothing(
     with pytest.raises(ConnectError) as error:
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
-    assert text in str(error.value)
+    assert text.replace("THIS", peer.address) in str(error.value)
     assert keys is None or not any(b"ENVS" in part for part in peer.received)
 
 

@@ -271,7 +271,8 @@ def test_a_client_has_keys_only_for_servers_that_it_joined(folder: KeyFolder) ->
         folder.keys_for("tcp://sim1:5555")
     assert str(caught.value) == (
         "tcp://sim1:5555: no key of this server is known here, so its identity "
-        'cannot be checked; run "envserve invite NAME" on sim1 and "envserve join" here'
+        'cannot be checked; run "envserve invite NAME --at tcp://sim1:5555" on sim1 '
+        'and "envserve join" here'
     )
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")

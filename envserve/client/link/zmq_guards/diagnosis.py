@@ -248,7 +248,7 @@ def connection_error(
         "you trust",
         Finding.UNKNOWN_CLIENT: f"the server does not know this client's key "
         f"({client}): it was never invited, has expired, or was removed; run "
-        f'"envserve invite NAME" there and "envserve join" here',
+        f'"envserve invite NAME --at ADDRESS" there and "envserve join" here',
         Finding.OTHER_SERVER: f"the server does not have the key that it had when you "
         f"joined (expected {server}): it is another server, has a new key, or is a man "
         f"in the middle; nothing was sent; if it was set up again, join again: "
