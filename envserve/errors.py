@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from typing import Any, Final, Self
 
+from envserve.text import exception_line
+
 __all__ = [
     "ActionError",
     "AddressError",
@@ -87,8 +89,8 @@ class WrapperError(EnvserveError, ValueError):
 class EnvError(EnvserveError, RuntimeError):
     """An env raised an exception, or returned a value outside its spaces.
 
-    If the last line of the traceback names a built-in exception, such as ValueError,
-    the error is also an instance of that class. If a constructor rejects its
+    If the env raised a built-in exception, such as ValueError, the error is also an
+    instance of that class. If a constructor rejects its
     arguments, the error is also a TypeError.
 
     Attributes:
@@ -99,7 +101,7 @@ class EnvError(EnvserveError, RuntimeError):
 
     def __new__(cls, message: str, **fields: Any) -> Self:
         """Make the error an instance of the env's built-in exception class, too."""
-        cause = fields.get("remote_traceback", "").rstrip().rpartition("\n")[2]
+        cause = exception_line(fields.get("remote_traceback", ""))
         kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
         if not cause and _BAD_ARGUMENT.search(message):
             kind = TypeError
@@ -147,7 +149,7 @@ _BUILTINS: Final[dict[str, type[Exception]]] = {
 
 #: Python's messages about missing or unexpected constructor arguments.
 _BAD_ARGUMENT: Final = re.compile(
-    r"__init__\(\) missing|got an unexpected keyword argument '"
+    r"\(\) missing \d|got an unexpected keyword argument '"
 )
 
 

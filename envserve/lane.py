@@ -21,7 +21,7 @@ from envserve.slab import Rows, Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import PackedInfo
-from envserve.text import printable
+from envserve.text import exception_line, printable
 
 MAX_JPEG_BYTES: Final = 48 << 10
 #: Maximum number of characters of a frame's text.
@@ -195,9 +195,10 @@ class Fault(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The last line of a traceback, or the first line of another text."""
-        lines = self.text.strip().split("\n")
-        return lines[-1 if self.status in (Status.OK, Status.ENV_ERROR) else 0]
+        """The line that names the env's exception; the first line of another text."""
+        if self.status in (Status.OK, Status.ENV_ERROR):
+            return exception_line(self.text)
+        return self.text.strip().partition("\n")[0]
 
     @property
     def detail(self) -> str:

@@ -113,6 +113,20 @@ def install_command(extra: str) -> str:
     return f"pip install -e {shlex.quote(f'{folder}[{extra}]')}"
 
 
+def exception_line(traceback: str) -> str:
+    """Return the line of a traceback that names the exception.
+
+    The other lines of the exception's message follow it, and so do its notes and, for
+    an exception group, its members. If the traceback was cut such that it contains no
+    frame, return its last line.
+    """
+    # Lines of a group begin with "  | "; those of its members are indented further.
+    lines = [line.removeprefix("  | ") for line in traceback.rstrip().split("\n")]
+    frames = (n for n, line in enumerate(lines) if line.startswith('  File "'))
+    start = max(frames, default=len(lines) - 1)
+    return next((line for line in lines[start:] if line[:1].strip()), lines[-1])
+
+
 def words_without_numbers(text: str) -> tuple[str, ...]:
     """Return the last words of a message, to compare messages that differ in numbers.
 

@@ -43,6 +43,3 @@ class Novelty:
         rollout.reward[...] += bonus.reshape(rollout.reward.shape)
         self._predictor.fit(rows, target, batch_size=256, epochs=1, verbose=0)
         return {"novelty/error": float(error.mean())}
-
-    def __call__(self, run: Any, metrics: Any, rollout: Any) -> None:
-        """Do nothing after the update."""

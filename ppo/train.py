@@ -232,7 +232,8 @@ class _Loop:
             self._config.steps_per_iteration,
             0 if can_lose_all else int(self._run.tracker.consecutive_lost.min()),
         )
-        return iteration_window.take() | self._run.algorithm.statistics()
+        metrics = iteration_window.take()  # precede those of the algorithm
+        return metrics | self._run.statistics() | metrics
 
     def _is_evaluation_due(self, before: Counters) -> bool:
         every = self._config.evaluate_every * self._learners.is_chief
@@ -257,7 +258,8 @@ class _Loop:
     def _report(self) -> None:
         if not self._window:
             return
-        row = self._window.take() | self._run.algorithm.statistics() | self._evaluated
+        row = self._window.take()  # precedes the metrics of the algorithm
+        row = row | self._run.statistics() | row | self._evaluated
         self._evaluated = {}
         self._writer.write(self._run.counters.steps, row)
 

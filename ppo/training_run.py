@@ -80,14 +80,22 @@ class TrainingRun:
             act_on=config.act_on,
             num_rollouts=1 + config.overlap,
         )
-        trackables = dict(self.algorithm.trackables)
-        for part in tf.nest.flatten(trackables):
+        for part in tf.nest.flatten(self.algorithm.trackables):
             if not getattr(part, "built", True):
                 raise ConfigError(
                     f"algorithm {config.algorithm}: expected trackables with "
                     f"variables; got {type(part).__name__}, which is not built yet; "
                     "build it in __init__, so that a checkpoint can restore it."
                 )
+        try:
+            trackables = dict(self.algorithm.trackables)
+            training_state(self.agent, trackables)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"algorithm {config.algorithm}: expected trackables, a dict from names "
+                "other than agent to optimizers, Keras models, variables or "
+                f"tf.train.Checkpoints, got {self.algorithm.trackables!r:.200}."
+            ) from error
         # With `overlap`, a copy of the agent's variables, which rollouts use.
         self._snapshot: Any = None
         if config.overlap:
@@ -150,15 +158,30 @@ class TrainingRun:
             progress=counters.steps / self.config.planned_steps,
             seed=self._seeds(counters.iteration)[1],
         )
+        return self._numbers("learn", metrics)
+
+    def statistics(self) -> dict[str, float]:
+        """Return the algorithm's metrics of its current state."""
+        return self._numbers("statistics", self.algorithm.statistics())
+
+    def _numbers(self, method: str, metrics: Any) -> dict[str, float]:
+        """Return the metrics of a method, without those of the training loop.
+
+        The names "steps" and "evaluation_..." are reserved for the training loop.
+        """
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
-        except (AttributeError, TypeError, ValueError) as error:
+            "".join(numbers).encode()  # raises an error if a name has surrogates
+        except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"algorithm {self.config.algorithm}: expected `learn` to return a dict "
-                f"from metric names to numbers, got {metrics!r:.200}."
+                f"algorithm {self.config.algorithm}: expected `{method}` to return a "
+                f"dict from metric names to numbers, got {metrics!r:.200}."
             ) from error
-        numbers.pop("steps", None)  # reserved for the number of env steps
-        return numbers
+        return {
+            name: number
+            for name, number in numbers.items()
+            if name != "steps" and not name.startswith("evaluation_")
+        }
 
     def _learn_and_collect(self, rollout: Rollout, after: Counters) -> dict[str, float]:
         """Update the agent in another thread while collecting the next rollout.

@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -117,7 +117,8 @@ class Callbacks:
 
     Raises:
         ConfigError: A function or class does not exist, a class cannot be instantiated,
-            or a callback does not accept the arguments run, metrics and rollout.
+            or a callback does not accept the arguments run, metrics and rollout. The
+            instance of a class needs `__call__`, `before_update` or both.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -126,7 +127,11 @@ class Callbacks:
             code = load_user_code("callbacks", name)
             with user_code_errors(f"callbacks {name}", code):
                 callback: Any = code() if inspect.isclass(code) else code
-                inspect.signature(callback).bind("run", "metrics", "rollout")
+                before_update = getattr(callback, "before_update", None)
+                if before_update is not None:
+                    inspect.signature(before_update).bind("run", "rollout")
+                if callable(callback) or before_update is None:
+                    inspect.signature(callback).bind("run", "metrics", "rollout")
             self._callbacks.append((f"callbacks {name}", code, callback))
 
     def __call__(self, run: Any, metrics: dict[str, float]) -> dict[str, float]:
@@ -136,7 +141,9 @@ class Callbacks:
             CallbackError: A callback raised an exception, stepped or reset the training
                 envs, or did not return a dict from names to numbers.
         """
-        return self._call(run, metrics, lambda callback: callback)
+        return self._call(
+            run, metrics, lambda callback: callback if callable(callback) else None
+        )
 
     def before_update(self, run: Any) -> dict[str, float]:
         """Call the method `before_update` of all callbacks that have one.
@@ -162,7 +169,10 @@ class Callbacks:
             if (function := function_of(callback)) is None:
                 continue
             with user_code_errors(name, code, CallbackError):
-                numbers.update(function(run, numbers, run.rollout) or {})
+                added = function(run, numbers, run.rollout) or {}
+                if not isinstance(added, Mapping):
+                    raise TypeError(f"expected a dict or None, got {added!r:.100}")
+                numbers.update(added)
                 if not np.isfinite(run.rollout.reward).all():
                     raise ValueError("expected finite rewards in the rollout")
                 if env.stats().rows != rows or env.reset_infos is not resets:
@@ -173,6 +183,7 @@ class Callbacks:
                     )
                 if invalid := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
+                "".join(numbers).encode()  # raises an error if a name has surrogates
                 numbers = {key: float(value) for key, value in numbers.items()}
-        added = numbers.keys() - {*metrics, "steps"}
-        return {k: numbers[k] for k in added if not k.startswith("evaluation_")}
+        names = numbers.keys() - {*metrics, "steps"}
+        return {k: numbers[k] for k in names if not k.startswith("evaluation_")}

@@ -16,13 +16,14 @@ import argparse
 import collections
 import contextlib
 import itertools
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.lab.siege import Cores, Goals
 from envserve.client import BatchEnv
-from envserve.keys import formats, private_files
+from envserve.keys import private_files
 from envserve.keys.grant import Grant, format_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.lane import Call
-from envserve.python_process import python_command
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach, CallBody, FrameRequest, ResetBody
 from envserve.wire.constants import MessageType
@@ -48,11 +48,9 @@ from envserve.wire.status import ServerStatus
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.test_metrics_port import read_with_retries, samples
 
-_ROOT = Path(__file__).resolve().parents[1]
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
 _MAX_STEP_MS = 100.0
-_STARTED = "started"
 _OPTIONS = ("--drain-grace", "0", "--max-processes", "16", "--metrics-port", "0")
 #: Number of lines in the file `clients` of the server's key folder.
 _NUM_CLIENTS = 5_000
@@ -91,9 +89,9 @@ _KINDS = (*_BODIES, "record", "bytes", *_ATTACH_LOOPS, "strangers")
 class _Peer:
     """A client that floods a server over one DEALER socket."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        secret = formats.decode(formats.SECRET, os.environ["FLOOD_KEY"])
-        pair = KeyPair.from_secret(secret)
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, pair: KeyPair
+    ) -> None:
         keys = KeyFolder().key("server")
         assert keys is not None
         self._socket = context.socket(zmq.DEALER)
@@ -163,18 +161,22 @@ class _Peer:
                 self._socket.recv_multipart(zmq.NOBLOCK)
 
 
-def _flood(kind: str, address: str, num_connections: int) -> None:
+def _flood(
+    kind: str, address: str, num_connections: int, secret: bytes, started: Event
+) -> None:
     """Flood a server until this process is killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     if kind == "strangers":
+        started.set()
         _connect_strangers(context, address)
-    peers = [_Peer(context, address) for _ in range(num_connections)]
+    pair = KeyPair.from_secret(secret)
+    peers = [_Peer(context, address, pair) for _ in range(num_connections)]
     if kind == "record":
         _BODIES[kind] = peers[0].record_request()
     if kind in ("reset", "call"):
         for peer in peers[:4]:
             peer.attach("CartPole-v1", 8)
-    print(_STARTED, flush=True)
+    started.set()
     for peer in itertools.cycle(peers):
         if kind not in _ATTACH_LOOPS:
             peer.send_many(kind)
@@ -187,7 +189,6 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
     server, unknown = KeyFolder().key("server"), KeyPair.generate()
     assert server is not None
     sockets: collections.deque[zmq.Socket[bytes]] = collections.deque()
-    print(_STARTED, flush=True)
     next_at = time.monotonic()
     while True:
         sockets.append(socket := context.socket(zmq.DEALER))
@@ -201,21 +202,19 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
 
 
 @contextlib.contextmanager
-def _flooder(kind: str, address: str, count: int, key: str) -> Iterator[None]:
+def _flooder(kind: str, address: str, count: int, secret: bytes) -> Iterator[None]:
     """Flood a server from a separate process until the `with` block ends."""
-    script = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
-    command = python_command(script, "--flood", kind, address, str(count))
-    environment = os.environ | {"FLOOD_KEY": key}
-    with subprocess.Popen(
-        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == _STARTED, "expected a flood"
-            yield
-            assert process.poll() is None, "expected the flood to run; it has exited"
-        finally:
-            process.kill()
+    spawn = multiprocessing.get_context("spawn")
+    started = spawn.Event()
+    process = spawn.Process(target=_flood, args=(kind, address, count, secret, started))
+    process.start()
+    try:
+        assert started.wait(60.0), "expected a flood"
+        yield
+        assert process.is_alive(), "expected the flood to run; it has exited"
+    finally:
+        process.kill()
+        process.join()
 
 
 def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
@@ -240,7 +239,7 @@ def _compare(
     batch: BatchEnv,
     servers: tuple[ServerProcess, ServerProcess],
     flood: tuple[str, int],
-    keys: Iterator[str],
+    secrets: Iterator[bytes],
     args: argparse.Namespace,
     cores: Cores,
     goals: Goals,
@@ -254,7 +253,7 @@ def _compare(
     for _ in range(args.rounds):
         for address in (other, flooded):
             with cores.of("attacker"):
-                flooder = _flooder(kind, address, num_connections, next(keys))
+                flooder = _flooder(kind, address, num_connections, next(secrets))
                 with flooder, cores.of("client"):
                     runs[address].append(_measure(batch, args.seconds))
     control_rate, flooded_rate = (
@@ -280,7 +279,6 @@ def _compare(
 def main() -> int:
     """Print a table of goals; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--flood", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--kinds", nargs="+", default=_KINDS, choices=_KINDS)
     parser.add_argument("--connections", nargs="+", type=int, default=(1, 20))
     parser.add_argument("--rounds", type=int, default=2)
@@ -288,9 +286,6 @@ def main() -> int:
         "--seconds", type=float, default=1.5, help="duration of each measurement"
     )
     args = parser.parse_args()
-    if args.flood:
-        kind, address, num_connections = args.flood
-        _flood(kind, address, int(num_connections))
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
     with contextlib.ExitStack() as stack:
@@ -311,7 +306,7 @@ def main() -> int:
         grants = [Grant(name=f"mallory-{n}", public=p) for n, p in enumerate(publics)]
         text = "".join(f"{format_line(grant)}\n" for grant in grants)
         private_files.write_private(folder.path / "clients", text)
-        keys = iter([formats.encode(formats.SECRET, pair.secret) for pair in pairs])
+        secrets = iter([pair.secret for pair in pairs])
         servers: list[ServerProcess] = []
         for side in ("server", "control"):
             (root / side).mkdir()
@@ -324,7 +319,7 @@ def main() -> int:
         with BatchEnv.connect("CartPole-v1", addresses, _NUM_ENVS, seed=0) as batch:
             batch.reset()
             for flood in floods:
-                _compare(batch, (flooded, control), flood, keys, args, cores, goals)
+                _compare(batch, (flooded, control), flood, secrets, args, cores, goals)
     return goals.report()
 
 

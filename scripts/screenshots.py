@@ -8,9 +8,7 @@ script with .venv-doors/bin/python.
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -18,12 +16,11 @@ from collections import deque
 from pathlib import Path
 
 import numpy as np
-import psutil
 from playwright.sync_api import Browser, sync_playwright
 
 from envserve.client import BatchEnv
+from envserve.demo.servers import DemoServer
 from envserve.monitoring.page.serve import page_process
-from envserve.python_process import main_command
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 NUM_ENVS, SECONDS = 16, 25.0
@@ -35,21 +32,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "cartpole"
         run.mkdir()
-        address_file = Path(folder) / "address"
-        command = main_command("envserve.__main__", "start", "CartPole-v1")
-        command += ["--crash-dir", "none"]
-        command += [
-            "--bind",
-            "tcp://127.0.0.1:0",
-            "--insecure-no-auth",
-            "--workers",
-            "4",
-        ]
-        command += ["--address-file", str(address_file), "--log-level", "error"]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert server.stdout is not None
-        server.stdout.readline()
-        address = address_file.read_text().strip()
+        options = ["CartPole-v1", "--insecure-no-auth", "--workers", "4"]
+        server = DemoServer(Path(folder) / "server", *options)
+        address = f"tcp://127.0.0.1:{server.wait_until_ready()}"
         has_ended = threading.Event()
         stepper = threading.Thread(target=play, args=(address, run, has_ended))
         stepper.start()
@@ -59,13 +44,12 @@ def main() -> None:
                 browser = playwright.chromium.launch(
                     executable_path="/usr/bin/chromium", args=["--no-sandbox"]
                 )
-                take(browser, url, server.pid)
+                take(browser, url, server)
                 process.terminate()
         finally:
             has_ended.set()
             stepper.join()
-            server.send_signal(signal.SIGINT)
-            server.wait()
+            server.close()
 
 
 def play(address: str, run: Path, has_ended: threading.Event) -> None:
@@ -92,7 +76,7 @@ def play(address: str, run: Path, has_ended: threading.Event) -> None:
                     file.write(json.dumps(row) + "\n")
 
 
-def take(browser: Browser, url: str, pid: int) -> None:
+def take(browser: Browser, url: str, server: DemoServer) -> None:
     """Open the page for a while, kill a worker, and save screenshots."""
     pages = {}
     for name, (width, height, scheme) in SHOTS.items():
@@ -101,8 +85,7 @@ def take(browser: Browser, url: str, pid: int) -> None:
         page.goto(url)
         pages[name] = page
     pages["desk"].wait_for_timeout(1000 * SECONDS)
-    workers = psutil.Process(pid).children(recursive=True)
-    os.kill(max(worker.pid for worker in workers), signal.SIGKILL)
+    server.signal_worker(signal.SIGKILL)
     pages["desk"].locator(".badge", has_text="back in").first.wait_for()
     pages["desk"].wait_for_timeout(500)
     IMAGES.mkdir(exist_ok=True)

@@ -32,7 +32,7 @@ LONGEST = (
     *("test_remote_lane", "test_page", "test_evaluate", "test_command_line"),
     *("test_server_restarts", "test_checkpoint", "test_send_recv", "test_export"),
     *("test_kill_and_resume", "test_three_commands", "test_determinism"),
-    *("test_late_client", "test_watched_run"),
+    "test_watched_run",
 )
 
 # Hypothesis examples have no deadline, because machines may be slow and shared. They

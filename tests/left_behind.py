@@ -135,7 +135,11 @@ def processes_among(pids: frozenset[str]) -> dict[int, Process]:
             fields = stat_fields(name)
             if fields[0] == b"Z" or int(fields[19]) < began:
                 continue  # the process is older than the test run
-            command = read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode()
+            command = (
+                read(f"/proc/{name}/cmdline")
+                .replace(b"\0", b" ")
+                .decode(errors="replace")
+            )
             pid = int(name)
             every[pid] = Process(pid, int(fields[19]), int(fields[1]), command.strip())
             if mark in read(f"/proc/{name}/environ").split(b"\0"):

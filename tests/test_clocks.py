@@ -43,7 +43,6 @@ DATES = {
     "envserve/cli/clients.py:clients: time.time",
     "envserve/cli/invite.py:invite: time.time",
     "envserve/cli/keys.py:make: time.time",
-    "scripts/flood_frames.py:main: time.time",
 }
 
 

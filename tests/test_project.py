@@ -276,13 +276,13 @@ def test_the_scripts_that_run_all_checks_are_executable() -> None:
 #: may only decrease.
 PRIVATE_USES = """
     broken_servers=6 fake_lane=3 fake_workers=1 fuzzing=1 planted_bugs=3
-    planted_worker_bugs=1 test_absence=1 test_action_ring=3 test_calls=1
+    planted_worker_bugs=1 test_absence=1 test_action_ring=3
     test_compiled_code=2 test_doctor=14 test_drain=1 test_evaluate=1
-    test_fault_log=9 test_launcher=15 test_learners=1 test_lost_blocks=1
+    test_fault_log=9 test_launcher=10 test_learners=1 test_lost_blocks=1
     test_metrics_port=1 test_misbehaving_workers=3 test_page=1 test_page_attacked=2
     test_pool=1 test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
-    test_remote_lane_interrupts=4 test_replay=1 test_screen=2 test_seeds=5
-    test_server_pool=2 test_server_loop=7 test_session_reports=1 test_status=3
+    test_remote_lane_interrupts=4 test_replay=1 test_screen=2
+    test_server_pool=1 test_server_loop=7 test_session_reports=1 test_status=3
     test_status_command=2 test_stderr_pipes=8 test_update=1 test_user_envs=3
     test_variable_length_batches=1 test_vector_env=4 test_vector_infos=1
     test_visualize=1 test_zap=6 hijacker=3 trainer=1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from envserve.cli.logs import JsonLines
-from envserve.text import printable
+from envserve.text import exception_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,12 +31,12 @@ def show_error(error: Exception | str) -> None:
 
     Args:
       error: Exception or text. If an exception contains a traceback from a worker, only
-        its last line and the source location are printed, because the log contains the
+        the exception and the source location are printed, because the log contains the
         whole traceback.
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
-        text, last = text.splitlines()[0], traceback.splitlines()[-1]
+        text, last = text.splitlines()[0], exception_line(traceback)
         text = text if last in text else f"{text}: {last}"
         frames = re.findall(r'^  File "([^<].*)", line (\d+)', traceback, re.MULTILINE)
         users = [frame for frame in frames if "/lib/python" not in frame[0]]

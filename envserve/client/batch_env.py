@@ -16,7 +16,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial, wraps
-from itertools import groupby
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
 import numpy as np
@@ -24,10 +23,11 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.spaces import Space
 
 from envserve.client import factory
+from envserve.client.attribute_access import AttributeAccess
 from envserve.client.factory import EnvLike, OnFault, OnServerLost
 from envserve.client.lane_group import LaneGroup
 from envserve.client.link.server_pool import ServerPool
-from envserve.client.row_set import BatchBlock, RowSet, RowSetCache, check_rows
+from envserve.client.row_set import RowSet, RowSetCache, check_rows
 from envserve.client.stats import BatchStats, StepRecorder
 from envserve.client.step_result import (
     StepResult,
@@ -37,16 +37,14 @@ from envserve.client.step_result import (
 )
 from envserve.envs.seeding import MAX_ROOT_SEED
 from envserve.errors import (
-    CallError,
     EnvError,
     EnvserveError,
     EnvStartError,
     EnvTimeout,
     LocalProtocolError,
-    RemoteProtocolError,
     SpaceError,
 )
-from envserve.lane import Call, CallKind, Lane
+from envserve.lane import CallKind, Lane
 from envserve.session.client.liveness import Timeouts
 from envserve.settings import (
     ActionMode,
@@ -56,15 +54,12 @@ from envserve.settings import (
     ObservationMode,
 )
 from envserve.slab import Status
-from envserve.spaces import codec
 from envserve.spaces.action_checks import check_actions
-from envserve.spaces.attribute_values import METHOD, from_plain
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
 from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
-from envserve.worker.attribute_calls import MAX_RESULT_VALUES
 
 Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
@@ -72,9 +67,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _OK: Final = int(Status.OK)
-#: Maximum size in bytes of the encoded `set_attr` values in one call of a block, unless
-#: the call sets only one row. Servers limit the size of a message.
-_MAX_SET_BYTES: Final = 1 << 10
 
 
 class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
@@ -176,9 +168,7 @@ class BatchEnv:
         #: Rows and block positions of the reset in flight, and whether every row of the
         #: batch has been reset at least once when this reset has finished.
         self._pending_reset: tuple[Array, Set[int], bool] | None = None
-        #: Function that waits for the call in flight until a deadline, and returns its
-        #: values.
-        self._pending_call: Callable[[float], list[Any]] | None = None
+        self._pending_call: AttributeAccess | None = None
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         #: Why the batch can no longer be used; empty while it can.
@@ -828,13 +818,13 @@ class BatchEnv:
         """
         if self._pending_call is None:
             raise LocalProtocolError("expected send_call() before recv_call()")
-        finish, self._pending_call = self._pending_call, None
+        access, self._pending_call = self._pending_call, None
         self._group.recover()
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            return finish(deadline)
+            return access.finish(deadline)
         except EnvTimeout:
-            self._pending_call = finish
+            self._pending_call = access
             raise
 
     @_exclusive
@@ -846,7 +836,8 @@ class BatchEnv:
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        return self._start_access(env_indices, kind, name, arguments, kwargs)(math.inf)
+        access = self._start_access(env_indices, kind, name, arguments, kwargs)
+        return access.finish(math.inf)
 
     @_exclusive
     def _start_access(
@@ -856,63 +847,12 @@ class BatchEnv:
         name: str,
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Callable[[float], list[Any]]:
+    ) -> AttributeAccess:
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
-
-        def pack(indices: Sequence[int]) -> bytes:
-            values = [arguments[row] for row in indices] if kind == "set" else arguments
-            try:
-                return codec.encode([list(values), kwargs or {}], keep_types=True)
-            except codec.CodecError as error:
-                raise CallError(
-                    f"Env {indices[0]}: {name}: {error}", env_index=indices[0]
-                ) from None
-
-        # The arguments of a call or get are the same for all rows: pack them once.
-        shared = pack(rows) if kind != "set" else b""
-
-        def start(missing: Sequence[int]) -> list[tuple[BatchBlock, list[int]]]:
-            calls, called = {}, []
-            for block, group in groupby(missing, self._group.blocks.block_of):
-                part = [*group]
-                packed = shared or pack(part)
-                while kind == "set" and len(part) > 1 and len(packed) > _MAX_SET_BYTES:
-                    part = part[: len(part) // 2]
-                    packed = pack(part)
-                at = tuple([row - block.offset for row in part])
-                calls[block.position] = Call(block.lane_block, at, kind, name, packed)
-                called.append((block, part))
-            self._group.start_call(calls)
-            return called
-
-        results: dict[int, Any] = {}
-        called = start(sorted({*rows}))
-
-        def finish(deadline: float) -> list[Any]:
-            nonlocal called
-            while called:
-                positions = {block.position for block, _ in called}
-                outcomes = self._group.finish_call(positions, deadline)
-                for (block, part), outcome in zip(called, outcomes, strict=True):
-                    faults = {f.env_index + block.offset: f for f in outcome.faults}
-                    failed = next((row for row in part if row in faults), None)
-                    if failed is not None:
-                        fault = faults[failed]
-                        raise CallError(
-                            f"Env {failed} ({block.lane.name}): {name}: {fault.cause}",
-                            env_index=failed,
-                            remote_traceback=fault.detail,
-                        )
-                    values = _values_of(outcome.result)
-                    for row, value in zip(part, values, strict=False):
-                        method = partial(self.call, row, name)
-                        results[row] = method if value is METHOD else value
-                missing = sorted({*rows} - results.keys())
-                called = start(missing) if missing else []
-            return [results[row] for row in rows]
-
-        return finish
+        return AttributeAccess(
+            self._group, rows, kind, name, arguments, kwargs or {}, self.call
+        )
 
     # The batch as a whole.
 
@@ -1061,11 +1001,3 @@ def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:
 
 def _concatenate(parts: Sequence[Sequence[Array]]) -> list[Array]:
     return [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-
-
-def _values_of(result: bytes) -> list[Any]:
-    limit = 2 * MAX_RESULT_VALUES
-    values = codec.decode(result, max_bytes=len(result), max_values=limit)
-    if not isinstance(values, list) or not values:
-        raise RemoteProtocolError("expected a value for at least one env; got none")
-    return [from_plain(value) for value in values]

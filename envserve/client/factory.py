@@ -78,10 +78,10 @@ def local_settings(
     """
     modules = options.get("import_modules") or ()
     reference, code = UserCode.of(env_name)
+    name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     spec = code.specs.get(reference)
     if spec is not None and spec.entry_point is None:
         options.setdefault("vectorized", True)  # the env exists only as a vector env
-    name, options["import_modules"] = user_envs.name_and_imports(reference, modules)
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
     options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))

@@ -92,10 +92,10 @@ class LaneGroup:
         if late_steps and not late_steps.isdisjoint(row_set.positions):
             self._send_remaining(row_set, actions)
         else:
-            for part in row_set.lane_parts:
+            for part, rows in row_set.lane_parts:
                 lane = part.lane
                 for target, array in zip(part.actions, actions, strict=True):
-                    target[part.lane_rows] = array[part.set_rows]
+                    target[part.lane_rows] = array[rows]
                 for blocks in (part.blocks,) if together else part.single_blocks:
                     try:
                         lane.submit_step(blocks)

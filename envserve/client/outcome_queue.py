@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import selectors
+import time
 from collections.abc import Sequence, Set
-from typing import Final
+from typing import Any, Final
 
 from envserve.client.row_set import BatchBlock
 from envserve.errors import EnvserveError, LocalProtocolError
 from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
-#: Interval in seconds at which several lanes are polled, because each lane checks its
-#: timeouts only in `collect`.
+#: Interval in seconds at which all lanes are polled, even if their descriptors are not
+#: readable, because each lane checks its timeouts only in `collect`.
 _POLL_SECONDS: Final = 0.1
 
 
@@ -38,6 +39,8 @@ class OutcomeQueue:
         self._first_position = {lane: min(b) for lane, b in self._positions.items()}
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
+        #: Time at which to poll all lanes, as a value of `time.monotonic()`.
+        self._poll_at = 0.0
 
     def collect(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
@@ -83,11 +86,18 @@ class OutcomeQueue:
         """Collect from several lanes; return whether there were any outcomes.
 
         If the caller waits for all blocks, wait for one lane after the other, except
-        for lanes with absent envs. Otherwise, do not block.
+        for lanes with absent envs. Otherwise, do not block, and skip lanes whose
+        descriptors are not readable, unless it is time to poll all lanes.
         """
         has_outcomes, needs_all = False, min_finished == len(waiting)
-        for lane, positions in self._positions.items():
-            expected = len(waiting & positions)
+        now = time.monotonic()
+        if needs_all or now >= self._poll_at:
+            lanes: list[Any] = list(self._positions)
+            self._poll_at = now + _POLL_SECONDS
+        else:
+            lanes = [key.fileobj for key, _ in self._watch().select(0)]
+        for lane in lanes:
+            expected = len(waiting & self._positions[lane])
             if not (expected or lane.is_busy):
                 continue
             may_block = needs_all and expected and not lane.absent
@@ -100,6 +110,11 @@ class OutcomeQueue:
 
     def _wait(self, timeout_seconds: float) -> None:
         """Wait until any lane may have outcomes."""
+        timeout_seconds = min(timeout_seconds, self._poll_at - time.monotonic())
+        self._watch().select(timeout_seconds)
+
+    def _watch(self) -> selectors.BaseSelector:
+        """Return a selector of all lanes."""
         if self._selector is None:
             selector = selectors.DefaultSelector()
             for lane in self._positions:
@@ -109,7 +124,7 @@ class OutcomeQueue:
             # Without this call, the descriptor might not become readable after a
             # `collect` with a timeout.
             lane.fileno()
-        self._selector.select(min(timeout_seconds, _POLL_SECONDS))
+        return self._selector
 
     def absent(self) -> Set[int]:
         """Return the positions of blocks in flight whose envs are absent."""

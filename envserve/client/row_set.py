@@ -7,9 +7,9 @@ rows of a `RowSet` are in batch order, and are grouped by block and by lane.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import lru_cache, partial
-from itertools import groupby, pairwise, starmap
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 
@@ -92,27 +92,28 @@ class BatchBlocks(tuple[BatchBlock, ...]):
 
 
 class LanePart:
-    """The rows of a set that belong to one lane.
+    """Blocks of one lane.
 
     Attributes:
       lane: The lane.
       blocks: Indices of the blocks within the lane.
       single_blocks: `blocks`, each as a tuple of length 1.
-      set_rows: Slice of the rows within the set.
+      env_indices: Rows of the batch, int64 `[n]`.
       lane_rows: The rows within the lane: a slice if they are contiguous, otherwise an
         index array.
       actions: The lane's arrays of actions, one per leaf.
       view: The lane's rows as views if they are contiguous, otherwise None.
     """
 
-    def __init__(self, blocks: Sequence[BatchBlock], start: int) -> None:
-        """Combine blocks of one lane, whose rows begin at row `start` of the set."""
+    def __init__(self, blocks: Sequence[BatchBlock]) -> None:
+        """Combine blocks of one lane."""
         self.lane = blocks[0].lane
         self.blocks = tuple(block.lane_block for block in blocks)
         self.single_blocks = tuple((block,) for block in self.blocks)
-        rows = np.concatenate([np.arange(b.start, b.stop) for b in blocks])
-        self.set_rows = slice(start, start + len(rows))
-        rows -= blocks[0].offset
+        self.env_indices: Array = np.concatenate(
+            [np.arange(block.start, block.stop) for block in blocks]
+        )
+        rows = self.env_indices - blocks[0].offset
         self.lane_rows: slice | Array = rows
         self.actions = self.lane.rows.action
         self.view: Rows | None = None
@@ -133,31 +134,48 @@ class RowSet:
       positions: Positions of the blocks in the batch.
       env_indices: Rows of the batch, int64 `[len(self)]`, ascending.
       all_valid: `StepResult.valid` of a step without faults.
-      block_parts: Each block with the slice of its rows within the set.
-      lane_parts: The rows of each lane, in the order of the batch.
+      lane_parts: The blocks of each lane, in the order of the batch, each with the
+        slice of its rows within the set.
     """
 
-    def __init__(self, blocks: Sequence[BatchBlock]) -> None:
-        """Make the set of all rows of `blocks`, which are sorted by position."""
+    def __init__(
+        self,
+        blocks: Sequence[BatchBlock],
+        lane_part: Callable[[tuple[BatchBlock, ...]], LanePart] = LanePart,
+    ) -> None:
+        """Make the set of all rows of `blocks`, which are sorted by position.
+
+        Args:
+          blocks: The blocks.
+          lane_part: Function that combines blocks of one lane.
+        """
         self.blocks = tuple(blocks)
-        self.positions = frozenset(block.position for block in blocks)
+        self.positions = frozenset([block.position for block in blocks])
+        lane_parts, start = [], 0
+        for _, group in groupby(self.blocks, attrgetter("offset")):
+            part = lane_part(tuple(group))
+            stop = start + len(part.env_indices)
+            lane_parts.append((part, slice(start, stop)))
+            start = stop
+        self.lane_parts = tuple(lane_parts)
         self.env_indices: Array = np.concatenate(
-            [np.arange(block.start, block.stop) for block in blocks] or [np.arange(0)]
+            [part.env_indices for part, _ in lane_parts] or [np.arange(0)]
         )
         # Read-only, because the array is cached, and `recv` returns it to the user.
         self.env_indices.flags.writeable = False
-        self.all_valid: Array = np.ones(len(self.env_indices), np.bool_)
-        stops = np.cumsum([block.stop - block.start for block in blocks]).tolist()
-        block_parts = starmap(slice, pairwise([0, *stops]))
-        self.block_parts = tuple(zip(self.blocks, block_parts, strict=True))
-        lane_parts: list[LanePart] = []
-        for _, parts in groupby(self.block_parts, lambda part: part[0].offset):
-            blocks_of_lane, rows = zip(*parts, strict=True)
-            lane_parts.append(LanePart(blocks_of_lane, rows[0].start))
-        self.lane_parts = tuple(lane_parts)
-        views = [part.view for part in lane_parts if part.view is not None]
+        self.all_valid: Array = np.ones(start, np.bool_)
+        views = [part.view for part, _ in lane_parts if part.view is not None]
         #: The arrays that `sources` returns, if all of them are views.
         self._views = _by_field(views) if len(views) == len(lane_parts) else None
+
+    @property
+    def block_parts(self) -> Iterator[tuple[BatchBlock, slice]]:
+        """Each block with the slice of its rows within the set."""
+        start = 0
+        for block in self.blocks:
+            stop = start + block.stop - block.start
+            yield block, slice(start, stop)
+            start = stop
 
     def sources(self) -> Sequence[Sequence[Array]]:
         """Return the arrays of each field of a result, one array per lane.
@@ -166,7 +184,7 @@ class RowSet:
         """
         if self._views is not None:
             return self._views
-        return _by_field([part.read() for part in self.lane_parts])
+        return _by_field([part.read() for part, _ in self.lane_parts])
 
     def __len__(self) -> int:
         return len(self.env_indices)
@@ -195,8 +213,9 @@ class RowSetCache:
         # The caches do not refer to `self`: a reference cycle would delay the
         # destruction of a batch that is no longer used.
         remember = lru_cache(_CACHE_SIZE)
-        self._find = remember(partial(_find, self._blocks, position_of_row))
-        self._join = remember(partial(_join, self._blocks))
+        lane_part = lru_cache(max(_CACHE_SIZE, len(blocks)))(LanePart)
+        self._join = remember(partial(_join, self._blocks, lane_part))
+        self._find = remember(partial(_find, self._blocks, position_of_row, self._join))
 
     def for_rows(
         self, env_indices: Sequence[int] | Array | None
@@ -269,17 +288,24 @@ class RowSetCache:
         return positions, min_envs
 
 
-def _join(blocks: Sequence[BatchBlock], positions: tuple[int, ...]) -> RowSet:
-    return RowSet([blocks[position] for position in positions])
+def _join(
+    blocks: Sequence[BatchBlock],
+    lane_part: Callable[[tuple[BatchBlock, ...]], LanePart],
+    positions: tuple[int, ...],
+) -> RowSet:
+    return RowSet([blocks[position] for position in positions], lane_part)
 
 
 def _find(
-    blocks: Sequence[BatchBlock], position_of_row: Array, rows: bytes
+    blocks: Sequence[BatchBlock],
+    position_of_row: Array,
+    join: Callable[[tuple[int, ...]], RowSet],
+    rows: bytes,
 ) -> tuple[RowSet, Array | None]:
     indices = check_rows(np.frombuffer(rows, np.int64), len(position_of_row))
     if not indices.size:
         raise IndexError("expected at least one row; got none")
-    row_set = _join(blocks, np.unique(position_of_row[indices]).tolist())
+    row_set = join(tuple(np.unique(position_of_row[indices]).tolist()))
     order = np.argsort(indices)
     if len(row_set) != len(indices):
         missing = np.setdiff1d(row_set.env_indices, indices)[0]

@@ -117,7 +117,7 @@ def gather_result(
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
     # This runs at every step, and `copy` is the fastest way to make an array; see the
     # decision "A step makes few Python calls and few copies".
-    part = row_set.lane_parts[0]
+    part, _ = row_set.lane_parts[0]
     rows = part.view or part.read()
     observation: Any = []
     final: Any = []
@@ -168,27 +168,29 @@ def _write_to(
     infos: Mapping[int, Mapping[str, Any]],
     spec: EnvSpec,
 ) -> StepResult:
-    space = spec.observation_space
-    observation = flatten(space, out.observation)
-    if len(out.reward) != len(row_set):
+    space, is_nested = spec.observation_space, spec.single_observation is None
+    num_rows = len(row_set)
+    observation = flatten(space, out.observation) if is_nested else [out.observation]
+    if len(out.reward) != num_rows:
         raise ValueError(
-            f"out: expected arrays of {len(row_set)} rows; got {len(out.reward)}"
+            f"out: expected arrays of {num_rows} rows; got {len(out.reward)}"
         )
-    targets = *observation, out.reward, out.terminated, out.truncated, out.status
+    targets = (*observation, out.reward, out.terminated, out.truncated, out.status)
     for target, sources in zip(targets, row_set.sources(), strict=True):
-        _check_shape(target, (len(row_set), *sources[0].shape[1:]))
-        if len(sources) > 1:  # one NumPy call copies from any number of lanes
+        if len(sources) == 1:
+            _check_shape(target, sources[0].shape)
+            target[...] = sources[0]
+        else:  # one NumPy call copies from any number of lanes
+            _check_shape(target, (num_rows, *sources[0].shape[1:]))
             np.concatenate(sources, out=target, casting="unsafe")
-        else:
-            target[:] = sources[0]
-    out.valid[:] = out.status == _OK
+    out.valid[...] = out.status == _OK
     ended = np.logical_or(out.terminated, out.truncated)
-    if ended.any():
-        final = flatten(space, out.final_observation)
-        for part in row_set.lane_parts:
-            if ended[part.set_rows].any():
-                rows = part.read()
-                _write_final(rows, [leaf[part.set_rows] for leaf in final])
+    if np.count_nonzero(ended):  # faster than `any`
+        final = out.final_observation
+        leaves = flatten(space, final) if is_nested else [final]
+        for part, set_rows in row_set.lane_parts:
+            if np.count_nonzero(ended[set_rows]):
+                _write_final(part.read(), [leaf[set_rows] for leaf in leaves])
     return out._replace(infos=infos) if out.infos or infos else out
 
 

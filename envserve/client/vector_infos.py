@@ -81,14 +81,15 @@ def _batch(
         values = zip(*[infos[row].values() for row in rows], strict=True)
         for key, column in zip(keys, values, strict=True):
             columns.setdefault(key, []).append((rows, column))
-    batched: dict[str, Any] = {}
+    batched, masks = dict[str, Any](), dict[str, Array]()
     all_rows = np.ones(num_envs, np.bool_)
     for part in join_columns(packed):
         rows = [*range(part.start, part.stop)]
         for key, is_python, array in part.columns():
             is_array = is_python or array.ndim > 1 or array.dtype != np.bool_
             if is_array and len(rows) == num_envs and key not in columns:
-                batched[key], batched[f"_{key}"] = array.copy(), all_rows.copy()
+                batched[key], mask = array.copy(), all_rows.copy()
+                batched[f"_{key}"] = masks[f"_{key}"] = mask
             else:
                 numbers = array.tolist() if is_python else list(array.copy())
                 columns.setdefault(key, []).append((rows, numbers))
@@ -102,12 +103,15 @@ def _batch(
             omitted.append(key)
             continue
         batched[key] = _batch_column(parts, num_envs, num_unfilled, budget)
-        batched[f"_{key}"] = mask = np.zeros(num_envs, np.bool_)
+        mask = np.zeros(num_envs, np.bool_)
+        batched[f"_{key}"] = masks[f"_{key}"] = mask
         _write(mask, [(rows, True) for rows, _ in parts])
     if omitted:
         names = ", ".join([f"{key!s:.32}" for key in omitted[:_MAX_NAMES]])
         batched["omitted"] = np.full(num_envs, names, object)
         batched["_omitted"] = np.ones(num_envs, np.bool_)
+    # If an env has the keys "x" and "_x", the mask of "x" replaces the value of "_x".
+    batched |= masks
     return batched
 
 

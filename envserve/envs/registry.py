@@ -44,7 +44,7 @@ _INSTALL_HINT: Final = (
 )
 #: Message of a TypeError about a missing or unexpected constructor argument.
 _BAD_ARGUMENT: Final = re.compile(
-    r"(__init__\(\) missing)|got an unexpected keyword argument '(\w+)'"
+    r"([\w.<>]+)\(\) missing|got an unexpected keyword argument '(\w+)'"
 )
 #: Packages that never belong to the user's code.
 _LIBRARIES: Final = {"", "envserve", "gymnasium", "numpy", *sys.stdlib_module_names}
@@ -291,13 +291,18 @@ def _call(create: Callable[[], Env], name: str) -> Env:
     """Return the env that a function creates.
 
     Raises:
-      EnvStartError: The function returned something else.
+      EnvStartError: The function returned something else, such as a vector env.
     """
     env = create()
-    if not hasattr(env, "step"):
+    if isinstance(env, type) or not hasattr(env, "step"):
+        hint = "call it" if callable(env) else "does the function lack a return?"
         raise EnvStartError(
-            f"expected {name} to return an env; got {env!r:.200}; does the function "
-            f"lack a return statement?"
+            f"expected {name} to return an env; got {env!r:.200}; {hint}"
+        )
+    if isinstance(env, gymnasium.vector.VectorEnv):
+        raise EnvStartError(
+            f"expected {name} to return a single env; got the vector env {env!r:.200}; "
+            f"return one of its envs, or register it as a vector_entry_point"
         )
     return env
 
@@ -321,9 +326,15 @@ def _raise_for_arguments(
     error: TypeError, spec: EnvSpec, kwargs: Mapping[str, Any]
 ) -> None:
     """Raise EnvStartError if a constructor argument is missing or unexpected."""
-    accepted = arguments_of(env_creator_of(spec))
+    creator = env_creator_of(spec)
+    accepted = arguments_of(creator)
+    classes = getattr(creator, "__mro__", ())
+    names = {f"{cls.__qualname__}.__init__" for cls in classes}
+    names = names or {getattr(creator, "__qualname__", "")}
     match = _BAD_ARGUMENT.search(str(error))
-    if match and (match[1] or (match[2] in kwargs and match[2] not in accepted)):
+    if match and (
+        match[1] in names or (match[2] in kwargs and match[2] not in accepted)
+    ):
         raise EnvStartError(
             f"env_kwargs: {error.__cause__ or error}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"

@@ -36,6 +36,7 @@ from envserve.spaces.variable_length import decode_actions
 from envserve.text import (
     LOG_INTERVAL,
     LogThrottle,
+    exception_line,
     one_line,
     printable,
     words_without_numbers,
@@ -179,8 +180,8 @@ class FaultLog:
             last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
             parts.append(f'its stderr ends with "{last}"')
         cause, _, detail = lost.text.partition("\n")
-        if detail:  # `detail` is a traceback, whose last line names the error
-            cause += f" {detail.splitlines()[-1]}"
+        if detail:  # `detail` is a traceback
+            cause += f" {exception_line(detail)}"
         cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
             f"{worker.label}, pid {exit_.pid or None}, {cause}",

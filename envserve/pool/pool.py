@@ -11,7 +11,6 @@ Therefore, the rest of the pool need not be safe against interrupts.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Self
@@ -159,10 +158,9 @@ class Pool:
         """Return a descriptor (epoll, kqueue) that is readable if `collect` is due."""
         return self._workers.selector.fileno()
 
-    def next_deadline(self) -> float | None:
-        """Return the latest time at which to call `collect`; None if there is none."""
-        watch_at = self._workers.watch_at
-        return None if watch_at == math.inf else watch_at
+    def next_deadline(self) -> float:
+        """Return the latest time at which to call `collect`; infinity if none."""
+        return self._workers.watch_at
 
     def stats(self) -> Mapping[str, int]:
         """Return the lane's counters: only "restarts", the number of restarts."""

@@ -24,7 +24,7 @@ from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.regular_file import open_regular
 from envserve.slab import Status
 from envserve.spaces import codec
-from envserve.text import one_line
+from envserve.text import exception_line, one_line
 from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
 
 OnFrame = Callable[[float, Any], None]
@@ -90,7 +90,7 @@ def describe_repro(repro: Repro) -> str:
     if repro.wrappers:
         env += f" in {one_line(', '.join(map(str, repro.wrappers)))}"
     # The file may come from someone else, so its text is escaped for the terminal.
-    cause = one_line(repro.end.text.strip().rpartition("\n")[2])
+    cause = one_line(exception_line(repro.end.text))
     lines = [
         f"{env}, incarnation {played.incarnation}",
         f"{start}, then {_format_actions(len(played.actions[0]))}",
@@ -210,8 +210,8 @@ def _signature(end: End) -> tuple[object, ...]:
     if end.status is Status.WORKER_DIED:
         return end.status, end.exit_code
     if end.status is Status.ENV_ERROR and not end.is_violation:
-        # The last line of the traceback begins with the class of the exception.
-        return end.status, end.text.strip().rpartition("\n")[2].partition(":")[0]
+        # The line begins with the class of the exception.
+        return end.status, exception_line(end.text).partition(":")[0]
     return end.status, end.is_violation
 
 

@@ -350,8 +350,8 @@ class SupervisedWorker:
             limit = max(is_first * limit, self._config.reset_timeout_seconds)
         if now - self._beat_at > limit:
             self.kill(
-                f"a {name} timed out after {limit:g} s; raise {option}_timeout (on a "
-                f"server, --{option}-timeout) if the env may take longer",
+                f"hung: a {name} timed out after {limit:g} s; raise {option}_timeout "
+                f"(on a server, --{option}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )
@@ -417,10 +417,6 @@ class SupervisedWorker:
         text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"
-        tries = self._restarts.num_failures
-        # A message without a traceback is complete; do not add the worker's name.
-        has_stack = "Traceback (most recent call last)" in self._traceback
-        is_message = self._traceback and not (has_stack or hint or kill_reason)
         self._has_ever_stepped |= self.has_stepped
         is_permanent = (
             self._is_permanent
@@ -430,19 +426,25 @@ class SupervisedWorker:
             # has, so the next process would hang, too.
             or (note and kill_reason and not self._has_ever_stepped)
         )
-        if not self.error and (tries > self._config.max_restarts or is_permanent):
-            if is_message and tries <= 1:
-                self.error = EnvStartError(self._traceback.rstrip())
-            else:
-                self.error = EnvStartError(
-                    f"{self.label} failed"
-                    + ("" if tries == 1 else f" {tries} times in a row")
-                    + f" to run {self._config.env_name}"
-                    + (hint if self._traceback else f": it {text}{self.stderr_note}"),
-                    remote_traceback=self._traceback,
-                )
+        has_failed_often = self._restarts.num_failures > self._config.max_restarts
+        if not self.error and (has_failed_often or is_permanent):
+            self.error = self._start_error(text, kill_reason, hint)
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
         return [Lost(self._kill_status, text)]
+
+    def _start_error(self, text: str, kill_reason: str, hint: str) -> EnvStartError:
+        """Return the error for a worker that is not restarted; see `_on_exit`."""
+        tries, details = self._restarts.num_failures, self._traceback
+        # A message without a traceback is complete; do not add the worker's name.
+        has_stack = "Traceback (most recent call last)" in details
+        if details and tries <= 1 and not (has_stack or hint or kill_reason):
+            return EnvStartError(details.rstrip())
+        return EnvStartError(
+            f"{self.label} failed{'' if tries == 1 else f' {tries} times in a row'} to "
+            f"run {self._config.env_name}"
+            f"{hint if details else f': it {text}{self.stderr_note}'}",
+            remote_traceback=details,
+        )
 
     def __repr__(self) -> str:
         return f"<{self.label}, {self.state.name}, {self.process!r}>"

@@ -40,9 +40,9 @@ from envserve.pool.pool import Pool
 from envserve.server.access import Access
 from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
+from envserve.server.loop_lag import LoopLag
 from envserve.server.router import Router
 from envserve.server.status import Counters, StatusReporter
-from envserve.server.watchdogs import LoopLag
 from envserve.session.server.decisions import (
     Audit,
     Decision,

@@ -40,7 +40,7 @@ class LeasedPool:
     def schedule(self) -> None:
         """Advance the timer to the pool's next deadline, if the deadline is earlier."""
         deadline = self.pool.next_deadline()
-        if deadline is not None and deadline < self.timer_at:
+        if deadline < self.timer_at:
             self._set_timer(deadline)
 
     def _set_timer(self, deadline: float) -> None:

@@ -114,7 +114,8 @@ def check_actions(
     try:
         values = flatten(spec.action_space, actions, allows_more=True)
     except SpaceError as error:
-        raise ActionError(f"actions: {error}") from None
+        rows = "; each array has one row per env" if num_envs else ""
+        raise ActionError(f"actions: {error}{rows}") from None
     if not values:  # the action space has no leaves
         return [np.zeros((num_envs or 1, *EMPTY_LEAF.shape), EMPTY_LEAF.dtype)]
     prefix = partial(_prefix, env_indices, num_envs)
@@ -168,24 +169,29 @@ def check_action_rows(
 
 def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:
     """Convert the actions of a leaf to an array of the expected shape."""
+    shape = (num_envs, *leaf.shape) if num_envs else leaf.shape
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, tensors
         item = value[0] if isinstance(value, list | tuple) and value else value
         tensor = "; write actions.detach().float().cpu().numpy()"
         hint = tensor if hasattr(item, "detach") else ""
-        raise ActionError(f"{_label(leaf)}: {error}{hint}") from None
-    shape = (num_envs, *leaf.shape) if num_envs else leaf.shape
+        raise _shape_error(leaf, num_envs, f"{error}{hint}") from None
     if not leaf.shape and array.shape == (*shape, 1):
         return array.reshape(shape)
     if array.shape != shape:
+        is_number = array.ndim or array.dtype.kind in "biufc"
+        got = list(array.shape) if is_number else f"{value!r:.99}"
         sizes = [[n for n in dims if n != 1] for dims in (shape, array.shape)]
-        raise ActionError(
-            f"{_label(leaf)}: expected shape {list(shape)}"
-            f"{', one row per env' if num_envs else ''}; got {list(array.shape)}"
-            + (f"; write actions.reshape{shape}" if sizes[0] == sizes[1] else "")
-        )
+        hint = f"; write actions.reshape{shape}" if sizes[0] == sizes[1] else ""
+        raise _shape_error(leaf, num_envs, f"got {got}{hint}")
     return array
+
+
+def _shape_error(leaf: Leaf, num_envs: int, text: str) -> ActionError:
+    expected = [num_envs, *leaf.shape] if num_envs else [*leaf.shape]
+    rows = ", one row per env" if num_envs else ""
+    return ActionError(f"{_label(leaf)}: expected shape {expected}{rows}; {text}")
 
 
 def _cast(leaf: Leaf, array: Array) -> Array:

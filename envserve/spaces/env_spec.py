@@ -61,7 +61,7 @@ class EnvSpec:
     @cached_property
     def observation_leaves(self) -> tuple[Leaf, ...]:
         """Leaves of the observation space, in the order of its items."""
-        return leaves_of(self.observation_space)
+        return _leaves_of("observation", self.observation_space)
 
     @cached_property
     def action_leaves(self) -> tuple[Leaf, ...]:
@@ -69,7 +69,7 @@ class EnvSpec:
 
         If the space has no leaves, `EMPTY_LEAF` takes their place.
         """
-        return leaves_of(self.action_space) or (EMPTY_LEAF,)
+        return _leaves_of("action", self.action_space) or (EMPTY_LEAF,)
 
     @cached_property
     def single_observation(self) -> Leaf | None:
@@ -110,6 +110,13 @@ class EnvSpec:
         if not spaces_equal(ours, theirs):
             lines.append(f"action space: expected {ours}, got {theirs}")
         return lines
+
+
+def _leaves_of(name: str, space: Space[Any]) -> tuple[Leaf, ...]:
+    try:
+        return leaves_of(space)
+    except SpaceError as error:
+        raise SpaceError(f"{name} space: {error}") from None
 
 
 def _single_leaf(space: Space[Any], leaves: Sequence[Leaf]) -> Leaf | None:

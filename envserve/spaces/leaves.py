@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -191,6 +191,13 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
             f"expected a space nested at most {MAX_DEPTH} levels deep; got more at "
             f"{path!r}; flatten the space in the env"
         )
+    is_space = isinstance(space, Space)
+    if not is_space:
+        name = f"{type(space).__module__}.{type(space).__qualname__}"
+        raise SpaceError(
+            f"expected a gymnasium.Space{_at_path(path)}; got {space!r:.200} of class "
+            f"{name}; set the space in the env's constructor"
+        )
     kind = kind_of(space)
     children = children_of(space, kind)
     if kind in ("dict", "tuple"):
@@ -281,9 +288,11 @@ def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list
     """
     if isinstance(space, spaces.Dict):
         keys = space.spaces.keys()
-        is_dict = isinstance(value, dict) and keys <= value.keys()
-        if not is_dict or (len(value) > len(keys) and not allows_more):
-            actual = list(value) if isinstance(value, dict) else type(value).__name__
+        # The check for a dict is redundant, but faster than the one for a Mapping.
+        is_dict = isinstance(value, (dict, Mapping))
+        is_valid = is_dict and keys <= value.keys()
+        if not is_valid or (len(value) > len(keys) and not allows_more):
+            actual = list(value) if is_dict else type(value).__name__
             raise SpaceError(
                 f"expected a dict with the keys {list(space.spaces)}; got {actual}"
             )

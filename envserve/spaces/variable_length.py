@@ -245,4 +245,5 @@ def _check(is_valid: bool, space: Any, actual: Any) -> None:
     if not is_valid:
         if isinstance(actual, np.ndarray):
             actual = f"{actual.dtype}{list(actual.shape)}"
-        raise CodecError(f"expected a value of {space!s:.200}; got {actual!r:.100}")
+        text = f"expected a value of {space!s:.200}; got {actual!r:.100}"
+        raise CodecError(" ".join(text.split()))  # arrays are printed in several lines

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Space
 
-from envserve.errors import SpaceError
-from envserve.settings import NonFinite
+from envserve.errors import EnvStartError, SpaceError
+from envserve.settings import EnvRequest, NonFinite
+from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 
@@ -81,12 +82,33 @@ class EnvChecks:
             )
 
 
+def check_rebuilt(
+    env_index: int, first: EnvSpec, rebuilt: EnvSpec, request: EnvRequest
+) -> None:
+    """Raise EnvStartError if a rebuilt env has different spaces.
+
+    The rows in shared memory keep the layout of the first spaces.
+
+    Args:
+      env_index: Row of the env in the whole batch.
+      first: Spec of the env that has failed.
+      rebuilt: Spec of the env that replaces it.
+      request: Settings of the env.
+    """
+    if different := first.differences(rebuilt, request.observation_mode):
+        raise EnvStartError(
+            f"Env {env_index}: its spaces changed when it was rebuilt after a fault: "
+            f"{'; '.join(different)}"
+        )
+
+
 def flatten_observation(space: Space[Any], observation: Any) -> list[Any]:
     """Return the unchecked values of the leaves of an observation."""
     try:
         return flatten(space, observation)
     except SpaceError as error:
-        raise SpaceViolation(f"observation: {error}") from None
+        hint = "fix the env, or its observation space"
+        raise SpaceViolation(f"observation: {error}; {hint}") from None
 
 
 def leaf_label(leaf: Leaf) -> str:
@@ -195,27 +217,34 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 def step_result_violation(error: Exception) -> SpaceViolation | None:
     """Return a violation if an error shows that step() returned invalid values.
 
-    The error comes from `EnvRow` or from one of Gymnasium's wrappers, because both
-    unpack the values. Return None for all other errors.
+    The error comes from a worker's block or from one of Gymnasium's wrappers, because
+    both unpack the values. Return None for all other errors.
     """
     text, trace = str(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    module = trace and str(trace.tb_frame.f_globals.get("__name__"))
+    module = str(trace and trace.tb_frame.f_globals.get("__name__"))
     is_in_row = module == "envserve.worker.env_row"
     if is_in_row and text.startswith("The truth value of an array"):
         return SpaceViolation(
             "expected terminated and truncated to be bools; got an array; fix the env"
         )
-    if not module or not (is_in_row or module.startswith("gymnasium.wrappers.")):
+    if not module.startswith(("envserve.worker.", "gymnasium.wrappers.")):
         return None
-    if "(expected 5" not in text and not text.startswith("cannot unpack non-iterable"):
+    kind = text.partition("cannot unpack non-iterable ")[2].removesuffix(" object")
+    if "(expected 5" not in text and not kind:
         return None
-    got = text.partition("got ")[2].rstrip(")") or text
+    number = text.partition("got ")[2].rstrip(")")
+    got = f"{number} values" if number else "more values"
+    remedy = "fix the env"
+    if number == "4":
+        remedy += ": in Gym's old API, step() returned four values, and done is now "
+        remedy += "terminated or truncated"
+    elif kind == "coroutine":
+        remedy += ": define step() without async"
     return SpaceViolation(
         "expected step() to return observation, reward, terminated, truncated and "
-        f"info; got {got}{' values' * got.isdigit()}; fix the env: in Gym's old API, "
-        "step() returned four values, and done is now terminated or truncated"
+        f"info; got {f'a {kind}' if kind else got}; {remedy}"
     )
 
 

@@ -31,6 +31,7 @@ from envserve.worker import step_timings
 from envserve.worker.env_checks import (
     EnvChecks,
     SpaceViolation,
+    check_rebuilt,
     convert_flag,
     convert_leaf,
     convert_reward,
@@ -122,9 +123,9 @@ class EnvRow:
         self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
         spaces = self._env.observation_space, self._env.action_space
-        spec = EnvSpec(request.env_name, *spaces)
+        spec = self._spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
-        self._leaves = spec.observation_leaves
+        self._leaves, _ = spec.observation_leaves, spec.action_leaves
         self._single_leaf = self._single_dtype = self._single_shape = None
         for leaf in self._leaves:
             if leaf.space is self._space and not leaf.is_encoded:
@@ -133,10 +134,15 @@ class EnvRow:
         return spec
 
     def rebuild(self) -> None:
-        """Close the env, build its next incarnation, and restore `attributes`."""
+        """Close the env, build its next incarnation, and restore `attributes`.
+
+        Raises:
+          EnvStartError: The new env has different spaces.
+        """
         self.close()
         self.incarnation += 1
-        self.build()
+        first = self._spec
+        check_rebuilt(self.env_index, first, self.build(), self.request)
         for name, value in self.attributes.items():
             self._set_attribute(name, copy.deepcopy(value))
 
@@ -229,13 +235,7 @@ class EnvRow:
             self._needs_reset = True
             self._write(self._observation, observation)
             return info
-        info = copy_info(info)
-        reset_info = self._begin_episode(is_autoreset=True)
-        # If the env has set the key itself, its value is replaced, because clients
-        # expect the info of the reset.
-        if reset_info or "reset_info" in info:
-            return {**info, "reset_info": reset_info}
-        return info
+        return add_reset_info(copy_info(info), self._begin_episode(is_autoreset=True))
 
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:
         """Reset the env, write its first observation, and return the info.
@@ -367,6 +367,19 @@ class EnvRow:
         for leaf, array, value in zip(self._leaves, target, values, strict=True):
             env_class = type(self.inner_env)
             array[self.row] = convert_leaf(leaf, value, self._checks, env_class)
+
+
+def add_reset_info(
+    info: Mapping[str, Any], reset_info: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Return the info of an ended episode, with the info of the reset that followed.
+
+    If the env has set the key itself, its value is replaced, because clients expect the
+    info of the reset.
+    """
+    if reset_info or "reset_info" in info:
+        return {**info, "reset_info": reset_info}
+    return info
 
 
 def _wrapper_names(env: Env) -> list[str]:

@@ -17,7 +17,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Any, Final
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
 from envserve.envs.global_generators import seed_global_generators
@@ -97,14 +97,7 @@ def run(
             if is_replay:
                 replay_worker.run(channel, build.payload, build.sequence)
                 return
-            wrappers = wrappers_from_plain(fields.pop("wrappers"))
-            code = UserCode.loads(fields.pop("pickled_code"))
-            maps = fields["env_kwargs"]
-            for plain, others in zip(
-                maps if isinstance(maps, list) else [maps], code.kwargs, strict=False
-            ):
-                plain |= others
-            config = BuildMessage(wrappers=wrappers, code=code, **fields)
+            config = _build_message_of(fields)
             if config.num_workers <= num_cores():
                 inbox.spin_seconds = _SPIN_SECONDS
             worker = _Worker(channel, config)
@@ -119,20 +112,31 @@ def run(
                     worker.handle(message)
             worker.close()
         except BaseException as error:  # including an env's SystemExit
-            kinds = (
-                kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls)
-            )
-            kind = next(kinds, MessageKind.FAILED)
-            # Send a traceback only for errors whose message is not sufficient.
-            is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
-            is_complete = (
-                isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
-            )
-            sends_message = is_complete or is_lasting or kind is not MessageKind.FAILED
-            text = utf8_tail(str(error) if sends_message else traceback_of(error))
-            failed = pack_message(kind, int(is_lasting), payload=text.encode())
+            failed = _failure_message(error)
             with contextlib.suppress(OSError):  # the pool may have exited
                 channel.sendall(failed)
+
+
+def _build_message_of(fields: dict[str, Any]) -> BuildMessage:
+    """Return the content of BUILD; unpickle the functions and arguments of envs."""
+    wrappers = wrappers_from_plain(fields.pop("wrappers"))
+    code = UserCode.loads(fields.pop("pickled_code"))
+    maps = fields["env_kwargs"]
+    maps = maps if isinstance(maps, list) else [maps]
+    for plain, others in zip(maps, code.kwargs, strict=False):
+        plain |= others
+    return BuildMessage(wrappers=wrappers, code=code, **fields)
+
+
+def _failure_message(error: BaseException) -> bytes:
+    """Encode an error that ends the worker; omit the traceback if the text suffices."""
+    matches = (kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls))
+    kind = next(matches, MessageKind.FAILED)
+    is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
+    is_complete = isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
+    has_text = is_complete or is_lasting or kind is not MessageKind.FAILED
+    text = utf8_tail(str(error) if has_text else traceback_of(error))
+    return pack_message(kind, int(is_lasting), payload=text.encode())
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:

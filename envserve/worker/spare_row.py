@@ -26,7 +26,7 @@ from envserve.slab import Rows, next_beat, private_heartbeat
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
-from envserve.worker.env_row import EnvRow
+from envserve.worker.env_row import EnvRow, add_reset_info
 
 #: Maximum number of reset threads. If resets are CPU-bound, more threads would delay
 #: the stepping thread.
@@ -132,10 +132,7 @@ class SpareRow:
             return reward, terminated, truncated, info
         self._episode_has_ended = True
         if self._autoreset == "same_step":
-            info = copy_info(info)
-            reset_info = self.reset(None)
-            if reset_info or "reset_info" in info:
-                info = {**info, "reset_info": reset_info}
+            info = add_reset_info(copy_info(info), self.reset(None))
         return reward, terminated, truncated, info
 
     def reset(self, seed: int | None, options: bytes = b"") -> Mapping[str, Any]:

@@ -35,9 +35,12 @@ from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import (
     EnvChecks,
     SpaceViolation,
+    check_rebuilt,
     convert_leaf,
     flatten_observation,
     leaf_label,
+    split_reset_result,
+    step_result_violation,
 )
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
@@ -147,7 +150,8 @@ class VectorBlock:
         try:
             infos = self._step()
         except Exception as error:
-            faults = self._replace_failed(error, in_step=True)
+            cause = step_result_violation(error) or error
+            faults = self._replace_failed(cause, in_step=True)
         step_timings.record_step(self._heartbeat, began_at, len(self.rows))
         return self._encode_report(faults, infos, self._checks.take_warnings())
 
@@ -277,9 +281,9 @@ class VectorBlock:
         began_at = step_timings.start_time()
         result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))
-        self._write_observation(self._block.observation, result[0], mask)
+        observation, infos = split_reset_result(result)
+        self._write_observation(self._block.observation, observation, mask)
         self._heartbeat[1] = 0
-        infos: _Infos = result[1]
         return infos
 
     def _record_resets(
@@ -303,7 +307,7 @@ class VectorBlock:
     ) -> list[Fault]:
         """Replace the failed vector env and return its faults; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
-        summary = first.text.strip().rpartition("\n")[2][:_MAX_SUMMARY_CHARS]
+        summary = first.cause[:_MAX_SUMMARY_CHARS]
         others = (first._replace(env_index=n, text=summary) for n in self.rows[1:])
         for final, last in self._final_and_last:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
@@ -313,7 +317,8 @@ class VectorBlock:
         self._write_heartbeat(1)
         self.close()
         self._incarnation += 1
-        self._make_env()
+        spec, number = self._spec, self._config.first_env_index + self.rows.start
+        check_rebuilt(number, spec, self._make_env(), self._config)
         self._needs_reset = in_step and self._config.autoreset == "next_step"
         if not self._needs_reset:
             self._reset(None, self._all_mask)

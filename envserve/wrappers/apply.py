@@ -38,6 +38,8 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
         would become too large.
       EnvStartError: A wrapper does not accept this env.
     """
+    if not specs:
+        return env
     check_wrappers(specs)
     limit = max(_nbytes(env.observation_space), _MAX_OBSERVATION_BYTES)
     for position, spec in enumerate(specs):

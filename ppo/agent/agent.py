@@ -18,6 +18,7 @@ from ppo.agent.networks.build import build_networks
 from ppo.agent.networks.perceptrons import IdentityTorso
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
+from ppo.errors import ConfigError
 
 __all__ = ["Agent"]
 
@@ -205,7 +206,7 @@ class Agent:
         """
         inputs, mask = self.preprocess.inputs(features)
         if core_output is None:
-            core_output = self._networks.policy_torso(inputs)
+            core_output = self._torso_output(self._networks.policy_torso, inputs)
         return self._distribution(core_output, mask)
 
     def distribution_from(self, parameters: Any) -> Distribution:
@@ -220,14 +221,14 @@ class Agent:
         """
         if core_output is None:
             inputs, _ = self.preprocess.inputs(features)
-            core_output = self._networks.value_torso(inputs)
+            core_output = self._torso_output(self._networks.value_torso, inputs)
         return self._networks.value(core_output)
 
     def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
         """Return action distributions and values; a shared torso is evaluated once."""
         networks = self._networks
         inputs, mask = self.preprocess.inputs(features)
-        torso_output = networks.policy_torso(inputs)
+        torso_output = self._torso_output(networks.policy_torso, inputs)
         distribution = self._distribution(torso_output, mask)
         if not networks.is_torso_shared:
             torso_output = networks.value_torso(inputs)
@@ -266,6 +267,18 @@ class Agent:
             )
         )
         return self.distribution(features, state[0]), state
+
+    def _torso_output(self, torso: Any, inputs: Any) -> Any:
+        """Return the output of a torso as the input of networks without cores."""
+        if self.cores:
+            error = ConfigError(
+                "recurrent_size: expected 0, because this algorithm evaluates the "
+                f"networks without recurrent states; got {self.state_sizes[0]}."
+            )
+            # Otherwise, AutoGraph would expand the message to many lines.
+            error.ag_pass_through = True  # type: ignore[attr-defined]
+            raise error
+        return torso(inputs)
 
     def _distribution(self, torso_output: Any, mask: tf.Tensor | None) -> Distribution:
         return self.actions.distribution(self._networks.policy(torso_output), mask)

@@ -32,7 +32,9 @@ class RunningMoments:
             "squares": self._squares,
         }
         # Avoid retracing for each new number of rows.
-        self._merge = tf.function(self._merge_rows, reduce_retracing=True)
+        self._merge = tf.function(
+            self._merge_rows, autograph=False, reduce_retracing=True
+        )
 
     @property
     def mean(self) -> tf.Tensor:

@@ -5,6 +5,7 @@ training loop, checkpoints, metrics, evaluations, videos and exports work with a
 algorithm.
 """
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -21,7 +22,7 @@ from ppo.rollout import Rollout
 __all__ = ["Algorithm"]
 
 
-class Algorithm:
+class Algorithm(abc.ABC):
     """Base class of algorithms; subclasses implement `learn`.
 
     Args:
@@ -80,6 +81,7 @@ class Algorithm:
         """
         return Agent(observation_space, action_space, config)
 
+    @abc.abstractmethod
     def learn(
         self, rollout: Rollout, *, progress: float, seed: tuple[int, int]
     ) -> Mapping[str, float]:
@@ -95,7 +97,6 @@ class Algorithm:
         Returns:
             A dict from metric names to numbers.
         """
-        raise NotImplementedError
 
     def statistics(self) -> dict[str, float]:
         """Return metrics of the current state.
@@ -113,7 +114,18 @@ class Algorithm:
             ConfigError: A setting is unknown or invalid.
         """
         table, kind = dict(config.algorithm_settings), cls.settings_type
+        if kind and not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            raise ConfigError(
+                f"algorithm {config.algorithm}: expected a dataclass as settings_type, "
+                f"got {kind!r}."
+            )
         known = [field.name for field in dataclasses.fields(kind)] if kind else []
+        if shared := [name for name in known if name in vars(config)]:
+            raise ConfigError(
+                f"algorithm {config.algorithm}: expected a settings_type without the "
+                f"names of other settings, got {', '.join(shared)}; rename them, or "
+                "use those of config."
+            )
         for name in table:
             if name not in known:
                 raise ConfigError(

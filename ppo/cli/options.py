@@ -257,12 +257,13 @@ def start_tensorflow(
         with preserved_interrupts(), deferred_stderr():
             import tensorflow as tf
 
+            # TensorFlow reads TF_XLA_FLAGS when it looks for devices.
+            enable_compilation_cache(tf.__version__)
             gpus = tf.config.list_physical_devices("GPU")
     except ModuleNotFoundError as error:
         raise BadInputError(
             f"Training needs TensorFlow ({error}); {install_command('train')}."
         ) from error
-    enable_compilation_cache(tf.__version__)
     tf.get_logger().setLevel("ERROR")
     logging.getLogger("absl").setLevel("ERROR")
     for gpu in gpus:  # otherwise, TensorFlow allocates all GPU memory

@@ -88,7 +88,7 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
     create, known = untyped.__init__, untyped.__dataclass_fields__
 
     @functools.wraps(create)
-    def construct(self: Any, **values: Any) -> None:
+    def construct(self: Any, /, **values: Any) -> None:
         algorithm = str(values.get("algorithm", "ppo"))
         for name in CODE_SETTINGS["algorithm"]:
             table = _table_of(name, values.pop(name, {}), algorithm)
@@ -120,7 +120,7 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         raise ConfigError(
             f"{name}: expected a table of settings of the algorithm {name}, got "
-            f"{table!r:.200}."
+            f"{table!r:.200}. With --set, set each of them by its name."
         )
     if table and name != algorithm:
         raise ConfigError(
@@ -603,7 +603,7 @@ class Config:
         size //= num_learners
         return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, /, **changes: Any) -> Self:
         """Return a copy with some values changed; the new values are validated."""
         return dataclasses.replace(self, **changes)
 

@@ -437,7 +437,7 @@ def _run_config(path: Path) -> Config:
         names = runpy.run_path(str(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{path}: executing the file raised {type(error).__name__}: {error}."
         ) from error

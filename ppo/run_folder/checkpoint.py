@@ -61,7 +61,8 @@ def save(
     """Write a checkpoint, then remove all except the newest `keep` and the best one.
 
     Args:
-        folder: Folder for the checkpoints of a run; created if it does not exist.
+        folder: Folder for the checkpoints of a run; created if it does not exist, but
+            the folder of the run must exist.
         counters: Progress of the run.
         state: All objects that the checkpoint stores, from `training_state`.
         keep: Number of newest checkpoints to keep.
@@ -78,7 +79,8 @@ def save(
     partial = folder / f"{final.name}.partial"
     for leftover in folder.glob("*.partial"):  # left behind by a run that was killed
         shutil.rmtree(leftover)
-    partial.mkdir(parents=True)
+    folder.mkdir(exist_ok=True)
+    partial.mkdir()
     state.write(str(partial / "state"))
     (partial / "counters.json").write_text(json.dumps(counters._asdict()) + "\n")
     if evaluation_return is not None:
@@ -229,8 +231,9 @@ def _load_state(
     except Exception as error:  # a damaged file can raise almost any error
         reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(
-            f"{path}: expected a checkpoint of the networks that the config "
-            f"describes; {reason}"
+            f"{path}: expected a checkpoint of the networks that the config describes, "
+            "and of its algorithm and optimizer; undo changes of such settings, or "
+            f"start a new run. {reason.removesuffix(': attributes {')}"
         ) from error
 
 
@@ -238,7 +241,12 @@ def _complete_checkpoints(folder: Path) -> list[Path]:
     """Return the paths of the complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(path for path in folder.iterdir() if path.name.isdigit())
+    try:
+        return sorted(path for path in folder.iterdir() if path.name.isdigit())
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be read, {error.strerror}; make it readable."
+        ) from error
 
 
 def _remove(path: Path) -> None:

@@ -83,6 +83,7 @@ class RunFolder:
 
         Raises:
             RunFolderError: The folder is not empty, or cannot be written.
+            RunLockedError: Another process is training a run in this folder.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -104,12 +105,11 @@ class RunFolder:
                 f"{hint}choose another --run-dir."
             )
         try:
-            _write_atomically(run.config_path, _as_json(config))
-            _write_atomically(run.env_source_path, _as_json(env_source))
-        except OSError as error:
-            raise RunFolderError(
-                f"{path}: cannot be written; {_reason(error)}."
-            ) from error
+            with run.locked():
+                run.save_config(config)
+                run.save_env_source(env_source)
+        except RunWriteError as error:
+            raise RunFolderError(str(error)) from error
         trust_code(config, env_source, path)
         return run
 
@@ -156,10 +156,17 @@ class RunFolder:
         """Remove the folder if it has no results; return whether it no longer exists.
 
         Metrics and checkpoints count as results. The folder is also kept if it contains
-        files that do not come from a run.
+        files that do not come from a run, or if another process trains the run.
         """
         if not self.path.is_dir():
             return True
+        try:
+            with self.locked():
+                return self._remove_if_unused()
+        except (RunLockedError, RunWriteError):
+            return False
+
+    def _remove_if_unused(self) -> bool:
         names = {file.name for file in self.path.iterdir()}
         has_row = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
         if has_row or names - {*_FIRST_FILES, "metrics.jsonl", "tensorboard"}:
@@ -256,6 +263,9 @@ class RunFolder:
             else:
                 raise
             remedy = "free some space" if is_full else "make it writable"
+            if isinstance(error, FileNotFoundError) or not self.path.exists():
+                reason = "the folder or a file in it was removed or renamed"
+                remedy = "resume the run in its new folder, or start a new run"
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error

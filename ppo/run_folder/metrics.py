@@ -8,6 +8,7 @@ row contains the maximum, and for other metrics the mean over iterations.
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,18 +53,19 @@ class MetricsWriter:
         resumed_from: tuple[int, int] | None = None,
     ) -> None:
         self._writing = RunFolder(folder).writing
+        self._path = folder / "metrics.jsonl"
         events = folder / "tensorboard"
         iteration, steps = resumed_from or (0, 0)
         with self._writing():
             if resumed_from is not None:
-                truncate_after(folder / "metrics.jsonl", iteration)
+                truncate_after(self._path, iteration)
                 _truncate_events(events, steps + 1)
             self._events = tf.summary.create_file_writer(str(events))
             if not iteration:
                 with self._events.as_default(step=0):
                     _write_config(config)
             # Do not buffer, so that closing the file does not retry a failed write.
-            self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
+            self._lines = self._path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
@@ -76,7 +78,8 @@ class MetricsWriter:
         """Write the metrics after `step` env steps; non-finite values become null.
 
         Raises:
-            RunWriteError: The row cannot be written, for example on a full disk.
+            RunWriteError: The row cannot be written, for example on a full disk, or
+                the folder has been removed or renamed.
         """
         row = {
             name: value if math.isfinite(value) else None
@@ -84,6 +87,9 @@ class MetricsWriter:
         }
         line = (json.dumps({"steps": step, **row}) + "\n").encode()
         with self._writing(), self._events.as_default(step=step):
+            # Writing to a file that has been removed raises no error. The files are not
+            # compared, because inode numbers change on some network file systems.
+            os.stat(self._path)
             while line:
                 line = line[self._lines.write(line) :]
             for name, value in values.items():

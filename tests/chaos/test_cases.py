@@ -20,7 +20,7 @@ SCALES = {
     **{"kill": 0.002, "slow": 0.0005, "server-kill": 0.01, "pause": 0.002},
     **{"network-reset": 0.02, "network-copies": 0.02, "network-retry": 0.03},
     **{"network-reorder": 0.02, "network-slices": 0.03, "network-latency": 0.01},
-    "cancel": 0.0001,
+    "cancel": 0.0005,
 }
 
 
@@ -44,7 +44,7 @@ def test_a_corrupted_row_is_detected_after_a_fault(name: str, random_seed: int) 
 
 @pytest.mark.parametrize(
     "name",
-    ["kill", "raise", "hang", "elastic", "two-trainers"]
+    ["kill", "raise", "hang", "cancel", "elastic", "two-trainers"]
     + [name for name in CASE if name.startswith("network")],
 )
 def test_faults_cause_no_wrong_rows(name: str, random_seed: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from ray.cluster_utils import Cluster
 
-from benchmarks.lab.processes import with_descendants
+from benchmarks.lab.processes import is_running, with_descendants
 from envserve.client import BatchEnv, Status
 from envserve.client.link.probe import request_welcome
 from envserve.errors import AddressError, ConnectError
@@ -70,7 +70,7 @@ class RayCluster:
     def close(self) -> None:
         ours = {*with_descendants(os.getpid())}.difference(self._others)
         self.cluster.shutdown()
-        wait_until(lambda: not any(map(is_alive, ours)), "Ray has ended")
+        wait_until(lambda: not any(map(is_running, ours)), "Ray has ended")
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ class Training(contextlib.AbstractContextManager["Training"]):
                     place / "environ"
                 ).read_bytes()
                 text = re.search(rb"--distribute.*TF_CONFIG=([^\0]*)", args, re.DOTALL)
-                config = json.loads(text[1]) if text and is_alive(pid) else {}
+                config = json.loads(text[1]) if text and is_running(pid) else {}
                 if config and config["task"]["index"]:
                     address = config["cluster"]["worker"][config["task"]["index"]]
                     found.setdefault(address.partition(":")[0], pid)
@@ -186,13 +186,6 @@ def wait_until(is_so: Callable[[], Any], what: str) -> Any:
         assert time.monotonic() < give_up_at, f"expected within {LONG:g} s: {what}"
         time.sleep(0.2)
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
 
 
 def ip_of(address: str) -> str:
@@ -237,7 +230,7 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     assert len(now_ready(1)) == 1
     ours = server_pids().values()
     assert started.end(signal.SIGINT) == 0
-    assert not any(map(is_alive, ours))
+    assert not any(map(is_running, ours))
     with pytest.raises(AddressError, match="envserve start --on ray://default/envs"):
         addresses("default", "envs")
 
@@ -276,7 +269,7 @@ def test_servers_end_with_the_process_that_started_them(start: Start) -> None:
     pids = [*server_pids().values()]
     assert len(pids) == 2
     assert started.end(signal.SIGKILL) == -signal.SIGKILL
-    wait_until(lambda: not any(map(is_alive, pids)), "servers have ended")
+    wait_until(lambda: not any(map(is_running, pids)), "servers have ended")
 
 
 def test_a_failed_start_prints_a_one_line_error(start: Start) -> None:

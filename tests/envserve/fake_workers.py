@@ -136,6 +136,13 @@ class FakePool:
             clock=lambda: time.monotonic() + self.extra_seconds,
         )
 
+    def close(self) -> None:
+        """End the workers, and close the pool."""
+        for worker in self.launcher.workers:
+            with contextlib.suppress(OSError):
+                worker.die(0)
+        self.pool.close()
+
     @property
     def worker(self) -> FakeWorker:
         return self.launcher.workers[-1]

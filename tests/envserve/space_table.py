@@ -185,6 +185,8 @@ UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
         "a Text with a non-empty charset",
     ),
     "odd_max_bytes": (with_max_bytes(Text(4), 1 << 30), "max_bytes of Text"),
+    "no_space": (None, r"a gymnasium\.Space; got None of class .*constructor$"),  # type: ignore[dict-item]
+    "class": (Box, r"got <class 'gymnasium.spaces.box.Box'> of class"),  # type: ignore[dict-item]
     "user_space_in_sequence": (
         with_max_bytes(Sequence(Points()), 4096),
         "a Points; derive",

@@ -169,6 +169,8 @@ def test_the_error_names_the_env_by_its_row_in_the_batch() -> None:
         (spaces.Discrete(2), np.array([0, 1]), "[3]", "[2]"),
         (spaces.Discrete(2), np.zeros((3, 2), int), "[3]", "[3, 2]"),
         (spaces.Discrete(2), 1, "[3]", "[]"),
+        (spaces.Discrete(2), None, "[3]", "None"),
+        (spaces.Discrete(2), {"a": 1}, "[3]", "{'a': 1}"),
         (spaces.Box(0, 1, (2,)), np.zeros((2, 3), np.float32), "[3, 2]", "[2, 3]"),
         (spaces.MultiBinary((2, 2)), np.zeros((3, 4), np.int8), "[3, 2, 2]", "[3, 4]"),
     ],
@@ -181,7 +183,8 @@ def test_the_error_about_a_wrong_shape_states_expected_and_found_shape(
 
 
 def test_ragged_rows_raise_action_error() -> None:
-    assert "inhomogeneous" in error_text(spaces.Box(0, 1, (2,)), [[0, 1], [0], [1]])
+    text = error_text(spaces.Box(0, 1, (2,)), [[0, 1], [0], [1]])
+    assert "expected shape [3, 2], one row per env; setting an array element" in text
 
 
 @pytest.mark.parametrize(

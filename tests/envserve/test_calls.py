@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.batch_env import _values_of
+from envserve.client.attribute_access import values_of
 from envserve.client.link.connection import Connection
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
@@ -177,6 +177,6 @@ def test_the_number_of_values_in_a_result_is_limited() -> None:
     outcome = decode_results(run_call(task, given.__getitem__), block)
     (fault,), values = outcome.faults, outcome.result
     assert "expected at most 131072 values" in fault.text
-    assert _values_of(values) == [None, *given[1:4]]
+    assert values_of(values) == [None, *given[1:4]]
     with pytest.raises(CodecError, match="expected at most 262144 values"):
-        _values_of(codec.encode([*odd, *odd]))
+        values_of(codec.encode([*odd, *odd]))

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -143,7 +142,7 @@ def test_a_server_whose_imports_are_running_is_starting(
 
 @pytest.mark.parametrize("options", [(), ("--no-preload",)])
 def test_a_signal_ends_a_server_whose_import_does_not_return(
-    options: Sequence[str], tmp_path: Path
+    options: Sequence[str], tmp_path: Path, wait_until: WaitUntil
 ) -> None:
     started = tmp_path / "started"
     env_file = tmp_path / "endless.py"
@@ -154,9 +153,7 @@ def test_a_signal_ends_a_server_whose_import_does_not_return(
     command = [*PROGRAM, "start", str(env_file), "--bind", bind, *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as server:
         try:
-            deadline = time.monotonic() + 60.0
-            while not started.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            wait_until(started.exists, 60.0)
             server.terminate()
             assert server.wait(30.0) == 0
         finally:

@@ -75,6 +75,22 @@ class Dying(Env):
         os._exit(3)
 
 
+class Changing(Env):
+    built = 0
+
+    def __init__(self):
+        Changing.built += 1
+        shape = (2,) if self.built == 1 else (1,)
+        self.observation_space = spaces.Box(0.0, 9.0, shape)
+        self.position = np.zeros(shape, np.float32)
+        self.own = {}
+
+    def step(self, action):
+        if action == 1:
+            raise ValueError("odd action")
+        return super().step(action)
+
+
 class Several(gymnasium.vector.VectorEnv):
     metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     single_observation_space = observation_space = spaces.Discrete(9)
@@ -154,6 +170,16 @@ def test_infos_of_an_ended_episode_in_a_vector_env_are_not_changed_by_the_next(
         for _ in range(3):
             infos = env.step(np.zeros(2, np.int64)).infos
     assert infos[0]["length"] == 3
+
+
+def test_a_rebuilt_env_must_have_the_same_spaces(envs: Path) -> None:
+    with BatchEnv.local(f"{envs}:Changing", 1, num_workers=1, infos="all") as env:
+        env.reset()
+        result = env.step(np.ones(1, np.int64))
+        assert not result.valid[0]
+        text = result.infos[0]["fault"]["text"]
+        assert "Env 0: its spaces changed when it was rebuilt" in text
+        assert "got Box(0.0, 9.0, (1,), float32)" in text
 
 
 def test_a_default_socket_timeout_of_an_import_does_not_affect_workers(

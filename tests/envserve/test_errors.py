@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 
 import pytest
 
 from envserve import errors
 from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
+from envserve.lane import Fault
+from envserve.slab import Status
 from envserve.spaces.codec import CodecError
 
 
@@ -62,6 +65,40 @@ def test_env_error_is_also_the_envs_builtin_exception(
     error = ours("Env 3: raised", remote_traceback=f"{kind.__name__}: x")
     assert isinstance(error, kind)
     assert str(error).startswith("Env 3: raised")
+
+
+def with_note(error: Exception) -> Exception:
+    error.add_note("while loading the map")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("raised", "cause"),
+    [
+        (KeyError("a"), "KeyError: 'a'"),
+        (
+            ValueError("scene.xml:\n  line 3\n\nsee the manual"),
+            "ValueError: scene.xml:",
+        ),
+        (with_note(MemoryError("8 GiB")), "MemoryError: 8 GiB"),
+        (SyntaxError("odd", ("a.py", 1, 1, "  x y\n")), "SyntaxError: odd"),
+        (
+            ExceptionGroup("two", [ValueError("b"), KeyError("c")]),
+            "ExceptionGroup: two (2 sub-exceptions)",
+        ),
+    ],
+)
+def test_the_cause_of_a_traceback_names_the_exception(
+    raised: Exception, cause: str
+) -> None:
+    try:
+        raise raised
+    except Exception:
+        text = traceback.format_exc()
+    for part in (text, text.partition("\n")[2]):  # the start may be cut
+        assert Fault(0, Status.ENV_ERROR, part).cause == cause
+        error = EnvError("Env 0", remote_traceback=part)
+        assert isinstance(error, type(raised)) != isinstance(raised, ExceptionGroup)
 
 
 @pytest.mark.parametrize("kind", [EnvError, EnvStartError, CallError])

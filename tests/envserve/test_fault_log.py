@@ -149,7 +149,7 @@ def test_line_of_a_worker_that_hangs_contains_its_location(
     step(pool, 0)  # the first step has more time
     (outcome,) = step(pool, 1)
     (line,) = lines(caplog)
-    assert "a step timed out after 1 s" in line
+    assert "hung: a step timed out after 1 s" in line
     assert "it was killed by SIGKILL" in line
     assert f" in _{fault}" in line
     assert f" in _{fault}" in outcome.faults[0].text

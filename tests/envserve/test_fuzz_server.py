@@ -55,11 +55,11 @@ class Attacker:
             self._socket.recv_multipart()
             self.num_answers += 1
 
-    def attach(self, boot: int, session: int = LEASED_SESSION) -> int:
+    def attach(self, boot: int) -> int:
         """Lease an env; return the lease's epoch."""
         message = Message(
             type=MessageType.ATTACH,
-            session=session,
+            session=LEASED_SESSION,
             boot=boot,
             body=Attach(env_name="CartPole-v1", num_envs=1, seed=1).encode(),
         )

@@ -474,20 +474,6 @@ def test_constructor_that_exits_is_tried_once(folder: Path) -> None:
     assert "in a row" not in str(caught.value)
 
 
-def test_step_that_exits_costs_one_transition(folder: Path) -> None:
-    text = "class E(Draw):\n    def step(self, action):\n"
-    text += (
-        "        if action: raise SystemExit(3)\n        return super().step(action)"
-    )
-    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
-        batch.reset()
-        step = batch.step(np.array([1, 0]))
-        while not step.valid.all():
-            valid = step.valid.tolist()
-            assert valid[1]
-            step = batch.step(np.zeros(2, np.int64))
-
-
 def test_server_without_preload_drains_after_an_import_that_sets_signal_handlers(
     folder: Path, serve: Serve
 ) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.errors import EnvError, EnvStartError, LocalProtocolError, UnknownEnv
+from envserve.errors import EnvError, EnvStartError, LocalProtocolError
 
 from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
@@ -25,20 +25,12 @@ def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, A
     return actions
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("exit", "exited with code 3"),
-        ("segfault", "was killed by SIGSEGV"),
-        ("kill", "was killed by SIGKILL"),
-    ],
-)
 @with_and_without_spares
 def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
-    make_batch: MakeBatch, spare_envs: bool, fault: str, text: str
+    make_batch: MakeBatch, spare_envs: bool
 ) -> None:
-    batch = make_batch(FAULTY, 4, 2, env_kwargs={"fault": fault}, spare_envs=spare_envs)
-    batch.reset()
+    options = {"env_kwargs": {"fault": "kill"}, "spare_envs": spare_envs}
+    batch = make_batch.and_reset(FAULTY, 4, 2, **options)
     batch.step(actions_of(batch))
     lost = batch.step(actions_of(batch, failing=1))
     assert lost.valid.tolist() == [False, False, True, True]
@@ -49,7 +41,7 @@ def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     assert lost.final_observation[1].tolist() == [1, 1, 1]
     for row in (0, 1):
         assert lost.infos[row]["fault"]["status"] == "WORKER_DIED"
-        assert text in lost.infos[row]["fault"]["text"]
+        assert "was killed by SIGKILL" in lost.infos[row]["fault"]["text"]
     again = batch.step(actions_of(batch))
     assert again.valid.all()
     assert not again.truncated.any()
@@ -83,7 +75,6 @@ def test_an_env_that_raises_affects_only_its_row(
     ("fault", "cause"),
     [
         ("raise", "the simulator lost its balance"),
-        ("segfault", "was killed by SIGSEGV"),
         ("exit", "exited with code 3"),
     ],
 )
@@ -203,11 +194,6 @@ def test_an_env_that_cannot_be_built_or_reset_is_an_error_with_its_traceback(
         batch.reset(seeds=seeds)
 
 
-def test_a_constructor_that_ends_the_process_is_an_error(make_batch: MakeBatch) -> None:
-    with pytest.raises(EnvStartError, match=r"6 times in a row.*exited with code 7"):
-        make_batch(FAULTY, 2, 2, env_kwargs={"fault": "exit_in_init"})
-
-
 def test_an_env_that_always_kills_its_worker_fails(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(FAULTY, 2, 2, env_kwargs={"fault": "exit"})
     for _ in range(5):
@@ -294,8 +280,3 @@ def test_a_worker_that_runs_out_of_memory_is_replaced_at_once(
     assert lost.valid.tolist() == [False]
     assert "ran out of memory" in lost.infos[0]["fault"]["text"]
     assert batch.step(actions_of(batch)).valid.all()
-
-
-def test_an_unknown_env_is_an_error_with_near_matches(make_batch: MakeBatch) -> None:
-    with pytest.raises(UnknownEnv, match=r"mean .*CartPole-v1"):
-        make_batch("CartPol-v1", 2)

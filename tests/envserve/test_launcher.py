@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lab.processes import is_running
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit
@@ -70,7 +71,7 @@ class RequestedWorker:
 
 
 def template_pid(launcher: Launcher) -> int:
-    return int(repr(launcher).split()[2].rstrip(","))
+    return launcher._process.pid
 
 
 Make = Callable[..., Launcher]
@@ -193,7 +194,7 @@ def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
     launcher: Launcher, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers = [start(launcher).wait_for_start() for _ in range(2)]
-    kill(launcher._process.pid)
+    kill(template_pid(launcher))
     for worker in workers:
         assert worker.wait_for_end() == Exit(worker.pids[0], -9)
         worker.assert_closed()
@@ -236,7 +237,7 @@ def test_template_without_free_descriptors_reports_that_and_survives(
     launcher: Launcher, start: Start
 ) -> None:
     first = start(launcher).wait_for_start()
-    template = launcher._process.pid
+    template = template_pid(launcher)
     limit = limit_for_descriptors(template, 0)
     with resource_limit(template, resource.RLIMIT_NOFILE, limit):
         for _ in range(2):
@@ -260,11 +261,11 @@ def test_lack_of_descriptors_is_a_worker_error(
 def stopped_template(launcher: Launcher) -> Iterator[None]:
     """Stop the template, so that its socket's small buffer fills up."""
     launcher._channel.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    os.kill(launcher._process.pid, signal.SIGSTOP)
+    os.kill(template_pid(launcher), signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(launcher._process.pid, signal.SIGCONT)
+        os.kill(template_pid(launcher), signal.SIGCONT)
 
 
 def test_launching_and_killing_do_not_wait_for_a_stopped_template(
@@ -310,7 +311,7 @@ worker = launcher.launch()
 while worker.pid is None:
     launcher.wait(10.0)
     launcher.poll()
-template = int(repr(launcher).split()[2].rstrip(","))
+template = launcher._process.pid
 """
 
 
@@ -335,14 +336,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     )
     assert result.returncode == -signal.SIGKILL
     pids = [*map(int, result.stdout.split())]
-    wait_until(lambda: not any(map(_is_running, pids)))
-
-
-def _is_running(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] != "Z"
-    return False
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
@@ -369,7 +363,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert owner.stdout is not None
         pids = [*map(int, owner.stdout.readline().split())]
         assert len(pids) == 2
-        wait_until(lambda: not any(map(_is_running, pids)))
+        wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
@@ -401,7 +395,7 @@ def test_queued_forks_are_limited_and_end_with_the_template(
         pytest.raises(WorkerError, match="fewer than 2 queued messages"),
     ):
         start_too_many()
-    launcher.close() if end == "close" else kill(launcher._process.pid)
+    launcher.close() if end == "close" else kill(template_pid(launcher))
     for worker in workers:
         worker.wait_for_end()
         worker.assert_closed()  # even for requests that were never sent
@@ -465,7 +459,7 @@ def test_modules_of_named_envs_are_imported_once_and_before_the_first_fork(
         offers="import gymnasium; gymnasium.register('Named-v0', 'named_envs:Env')",
     )
     start(launcher).wait_for_start()
-    assert log.read_text() == f"{launcher._process.pid} "
+    assert log.read_text() == f"{template_pid(launcher)} "
 
 
 TAKES_OVER = {
@@ -574,7 +568,7 @@ def test_template_with_threads_of_an_import_exits_with_its_owner(
     launcher = make_launcher(waits_forever=text)
     start(launcher).wait_for_start()
     launcher.close()
-    assert not _is_running(template_pid(launcher))
+    assert not is_running(template_pid(launcher))
 
 
 def test_worker_runs_where_changing_its_scheduling_is_not_permitted(

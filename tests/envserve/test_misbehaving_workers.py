@@ -24,19 +24,9 @@ from .pool_driver import gather, wait_for
 from .stalls import fastest
 
 
-@contextlib.contextmanager
-def open_fake_pool() -> Iterator[FakePool]:
-    made = FakePool()
-    yield made
-    for worker in made.launcher.workers:
-        with contextlib.suppress(OSError):
-            worker.die(0)
-    made.pool.close()
-
-
 @pytest.fixture
 def fake_pool() -> Iterator[FakePool]:
-    with open_fake_pool() as made:
+    with contextlib.closing(FakePool()) as made:
         yield made
 
 
@@ -222,7 +212,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
 
 def test_closing_does_not_wait_for_worker_that_cannot_be_killed() -> None:
     def attempt() -> float:
-        with open_fake_pool() as fake_pool:
+        with contextlib.closing(FakePool()) as fake_pool:
             fake_pool.start_step()
             fake_pool.launcher.can_kill = False
             began = time.monotonic()
@@ -280,6 +270,4 @@ def test_workers_with_different_spaces_are_an_error_that_names_them() -> None:
     assert text + "action space: expected Discrete(3), got Discrete(4)" in str(
         fake_pool.pool.error
     )
-    first.die(0)
-    second.die(0)
-    fake_pool.pool.close()
+    fake_pool.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import sys
 import time
@@ -118,10 +117,7 @@ def two_workers() -> Iterator[FakePool]:
     for worker in made.launcher.workers:
         assert worker.receive().kind is MessageKind.SLAB
     yield made
-    for worker in made.launcher.workers:
-        with contextlib.suppress(OSError):
-            worker.die(0)
-    made.pool.close()
+    made.close()
 
 
 def finish(made: FakePool) -> dict[int, Outcome]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import re
 import signal
@@ -110,7 +111,7 @@ def test_worker_that_is_killed_repeatedly_while_idle_is_always_restarted(
     for count in range(4):
         kill(pool.worker_pids[0])
         wait_for(pool, lambda: pool.stats()["restarts"] > count)  # noqa: B023
-        wait_for(pool, lambda: pool.next_deadline() is None)
+        wait_for(pool, lambda: pool.next_deadline() == math.inf)
     assert_lost(pool, step(pool, 0)[0], "SIGKILL")
     assert not any(outcome.faults for outcome in step(pool, 0))
 

@@ -279,7 +279,14 @@ def test_functions_with_different_spaces_raise_as_other_envs() -> None:
             "envserve start my_env.py:make_env",
         ),
         ([lambda: None], {}, r"expected .*<lambda> to return an env; got None"),
+        ([lambda: Numbered], {}, r"to return an env; got <class .*Numbered'>; call it"),
+        (
+            [lambda: gymnasium.make_vec("CartPole-v1", 2)],
+            {},
+            "a single env; got the vector env CartPole",
+        ),
         ([], {}, "at least one function"),
+        ({"id": "CartPole-v1"}, {}, "expected the name of an env, .* got {'id'"),
         (
             lambda: Numbered(),
             {"addresses": ["tcp://127.0.0.1:1"]},

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-from envserve.client import BatchEnv, StepResult
+from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
-from envserve.lane import Lane
+from envserve.lane import Lane, Outcome
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
 from tests.oracle.probe_envs import MODULE
+from tests.simulation.fake_lane import FakeLane, Faults
 
 from .conftest import MakeBatch, StartServer
 from .pool_driver import FAULTY, LEDGER, SEED
@@ -46,6 +49,51 @@ def test_every_result_belongs_to_its_own_request(
     player.receive_rest()
     assert player.ledger.num_valid == player.ledger.num_rows
     assert received.min() > 20
+
+
+class QuietLane(FakeLane):
+    """A lane whose steps do not finish, and whose descriptor is never readable."""
+
+    num_collects = 0
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, Faults(end=1.0))
+        os.read(self.fileno(), 1)
+
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
+        self.num_collects += 1
+        return super().collect(timeout_seconds, min_finished)
+
+
+def test_recv_reads_only_from_lanes_whose_descriptor_is_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quiet, lane = QuietLane(), FakeLane(1, 1, Faults(end=1.0))
+    with BatchEnv([quiet, lane]) as batch:
+        batch.reset()
+        quiet.faults.end = 0.0
+        batch.send([1, 1])
+        monkeypatch.setattr(outcome_queue, "_POLL_SECONDS", math.inf)
+        counts = []
+        for _ in range(20):
+            rows, _ = batch.recv()
+            assert rows.tolist() == [1]
+            counts.append(quiet.num_collects)
+            batch.send([1], rows)
+        assert len({*counts}) == 1  # only the first call polls all lanes
+
+
+def test_lanes_are_polled_although_their_descriptors_are_not_readable() -> None:
+    quiet, lane = QuietLane(), FakeLane(1, 1, Faults(end=1.0))
+    with BatchEnv([quiet, lane]) as batch:
+        batch.reset()
+        received = np.zeros(2, np.int64)
+        batch.send([1, 1])
+        while received[0] < 3:
+            rows, _ = batch.recv()
+            received[rows] += 1
+            batch.send(np.ones(len(rows), np.int64), rows)
+        assert received[1] >= received[0]
 
 
 def test_a_slow_env_does_not_delay_other_blocks() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +18,15 @@ from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
 
 
+@dataclass(eq=False)
+class _Lane:
+    rows: Rows
+
+
 def two_rows(spec: EnvSpec, num_lanes: int) -> RowSet:
     """Two rows on one lane, or one row on each of two lanes."""
     size = 2 // num_lanes
-    lanes: list[Any] = [
-        SimpleNamespace(rows=Rows.allocate(spec, size)) for _ in range(num_lanes)
-    ]
+    lanes: list[Any] = [_Lane(rows=Rows.allocate(spec, size)) for _ in range(num_lanes)]
     return RowSet(
         [
             BatchBlock(at, cast(Lane, lane), 0, at * size, (at + 1) * size, at, 0)
@@ -50,14 +53,14 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, shape, np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for part in row_set.lane_parts:
+    for part, _ in row_set.lane_parts:
         part.read().final_observation[0][:] = 7
     kept = gather_result(spec, row_set, {}).final_observation
     assert kept.shape == (2, *shape)
     assert not kept.any()
     kept[:] = 9  # the result is a copy
 
-    row_set.lane_parts[-1].read().terminated[-1] = True
+    row_set.lane_parts[-1][0].read().terminated[-1] = True
     final = gather_result(spec, row_set, {}).final_observation
     assert not final[0].any()
     assert (final[1] == 7).all()
@@ -70,11 +73,11 @@ def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(
 ) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
-    for part in row_set.lane_parts:
+    for part, at in row_set.lane_parts:
         rows = part.read()
-        rows.observation[0][:] = rows.final_observation[0][:] = 1 + part.set_rows.start
-        rows.reward[:], rows.status[:] = 0.5 + part.set_rows.start, Status.OK
-    row_set.lane_parts[-1].read().truncated[-1] = True
+        rows.observation[0][:] = rows.final_observation[0][:] = 1 + at.start
+        rows.reward[:], rows.status[:] = 0.5 + at.start, Status.OK
+    row_set.lane_parts[-1][0].read().truncated[-1] = True
     new = gather_result(spec, row_set, {})
     out = new._replace(
         observation=np.zeros((2, 3), np.float32),

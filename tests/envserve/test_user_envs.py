@@ -55,6 +55,9 @@ class Small(Walk):
 def make_walk(size=3):
     return Walk(size)
 
+def make_far(gait):
+    return Far.Walk(gait)
+
 gymnasium.register("Walk-v0", "walk_file:Walk", max_episode_steps=10)
 """
 
@@ -232,7 +235,7 @@ def test_a_module_that_starts_envs_on_import_raises_with_a_remedy(
     path.write_text(f"{WALK}\nfrom envserve.client import BatchEnv\n")
     with path.open("a") as file:
         file.write("BatchEnv.local('script_file.py:Walk', 1)\n")
-    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:32,"):
+    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:35,"):
         import_env_modules([f"{path}:Walk"])
     assert name_and_imports("CartPole-v1")[0] == "CartPole-v1"  # the import has ended
 
@@ -327,6 +330,7 @@ def test_installed_packages_offer_envs_as_entry_points(tmp_path: Path) -> None:
         ("Far.Walk", {"gait": 1, "colour": 1}, "'colour'; .* takes gait, render_mode,"),
         ("Small", {"size": 2}, "'size'; walk_file:Small takes none$"),
         ("make_walk", {"colour": 1}, "'colour'; walk_file:make_walk takes size$"),
+        ("make_far", {}, r"make_far\(\) missing .* 'gait'; .*make_far takes gait$"),
     ],
 )
 def test_the_error_about_a_wrong_argument_lists_the_arguments_of_the_env(
@@ -340,9 +344,11 @@ def test_the_error_about_a_wrong_argument_lists_the_arguments_of_the_env(
 def test_an_error_inside_a_constructor_is_not_replaced(walk_file: str) -> None:
     with Path(walk_file).open("a") as file:
         file.write("def bad():\n    return Walk(colour=1)\n")
-    (plain,) = import_env_modules([f"{walk_file}:bad"])
-    with pytest.raises(TypeError, match="'colour'"):
-        make_env(plain, {})
+        file.write("def worse():\n    return Far.Walk()\n")
+    for name, text in (("bad", "'colour'"), ("worse", "missing .* 'gait'")):
+        (plain,) = import_env_modules([f"{walk_file}:{name}"])
+        with pytest.raises(TypeError, match=text):
+            make_env(plain, {})
 
 
 def test_workers_run_user_envs(walk_file: str) -> None:

@@ -270,8 +270,15 @@ class Counts(gymnasium.vector.VectorEnv):
 class Bare(Counts):
     def reset(self): return super().reset()
 
+class Odd(Counts):
+    def reset(self, *, seed=None, options=None):
+        return super().reset()[:2 - self.has_final]
+
+    def step(self, actions): return super().step(actions)[:4]
+
 gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
+gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
 
@@ -295,6 +302,23 @@ def test_a_simulator_that_cannot_be_used_is_refused_with_a_sentence(
     with pytest.raises(EnvStartError, match=text) as caught:
         BatchEnv.local(name, 4, 2, env_kwargs=kwargs, **batched)
     assert "Traceback" not in str(caught.value)
+
+
+def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(
+    batched: dict[str, Any],
+) -> None:
+    kwargs: dict[str, Any] = {"mode": "Disabled", "has_final": True}
+    options = {"autoreset": "disabled", **batched}
+    with (
+        BatchEnv.local("Odd-v0", 4, 2, env_kwargs=kwargs, **options) as batch,
+        pytest.raises(EnvStartError, match=r"expected reset\(\) to return an obs"),
+    ):
+        batch.reset()
+    kwargs["has_final"] = False
+    with BatchEnv.local("Odd-v0", 4, 2, env_kwargs=kwargs, **options) as batch:
+        batch.reset()
+        with pytest.raises(EnvError, match=r"expected step\(\) to .*; got 4 values"):
+            batch.step([0] * 4)
 
 
 def test_missing_final_observations_are_an_error_and_not_a_lost_episode(

@@ -41,6 +41,7 @@ def gymnasium_infos(infos: dict[int, dict[str, Any]]) -> dict[str, Any]:
         {0: {"a": 1}, 1: {"a": 2.75}},
         {0: {"a": np.ones(2)}, 1: {"a": 2.0}, 2: {"a": 3.0}},
         {0: {"a": np.ones(2)}, 2: {"a": np.ones(1)}},
+        {0: {"a": 1, "_a": 5, "b": "text"}, 2: {"a": 2, "_a": 6}},
     ],
     ids=repr,
 )

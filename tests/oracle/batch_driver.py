@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from typing import ClassVar, Final
 
@@ -112,9 +111,3 @@ class BatchDriver:
         """
         actions = self.actions if rows is None else self.actions[rows]
         self.ledger.step(actions, result, rows)
-
-    def check_all_rows_were_valid(self, journal: str | os.PathLike[str]) -> None:
-        """Verify that every row was valid and every action was applied once."""
-        self.ledger.finish(journal)
-        assert self.ledger.num_valid == self.ledger.num_rows
-        assert self.ledger.num_unseen == 0

@@ -126,6 +126,7 @@ OBSERVATIONS: Final = {
     ),
     "fewer keys": Case("observation", {"f": ones(F4)}, "got ['f']"),
     "ordered dict": Case("observation", collections.OrderedDict, [0, 0]),
+    "mapping": Case("observation", types.MappingProxyType, [0, 0]),
 }
 REWARDS: Final = {
     "float": Case("reward", 0.5, 0.5),
@@ -157,8 +158,8 @@ FLAGS: Final = {
 }
 STEPS: Final = {
     "four": Case("step", (0, 0.0, False, {}), "truncated and info; got 4 values"),
-    "six": Case("step", (0, 0.0, False, False, {}, {}), "got too many values"),
-    "nothing": Case("step", None, "and info; got cannot unpack non-iterable None"),
+    "six": Case("step", (0, 0.0, False, False, {}, {}), "values; fix the env"),
+    "nothing": Case("step", None, "and info; got a NoneType; fix the env"),
     "no info": Case("info", None, "expected info to be a dict; got NoneType"),
     "infos": Case("info", [{}], "expected info to be a dict; got list"),
 }

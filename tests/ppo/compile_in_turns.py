@@ -13,7 +13,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from ppo.cli.compilation_cache import enable_compilation_cache
+from ppo.cli.options import start_tensorflow
 
 
 @tf.function(jit_compile=True, autograph=False)
@@ -25,7 +25,7 @@ def start(flags: str = "") -> int:
     process = os.fork()
     if process == 0:
         os.environ["TF_XLA_FLAGS"] = flags
-        enable_compilation_cache(tf.__version__)
+        start_tensorflow(1, 1)
         try:
             is_right = doubled(tf.ones([3])).numpy().tolist() == [2.0] * 3
         except tf.errors.OpError:

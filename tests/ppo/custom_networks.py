@@ -103,6 +103,18 @@ def one_output(space: Any, action_size: int, config: Any, seed: int) -> Any:
     return keras.Sequential([keras.layers.Dense(action_size)])
 
 
+def dict_of_outputs(space: Any, action_size: int, config: Any, seed: int) -> Any:
+    return lambda rows: {"action": rows, "value": rows[:, 0]}
+
+
+def with_variables_of_tensorflow(
+    space: Any, action_size: int, config: Any, seed: int
+) -> Plain:
+    model = Plain(space.shape[0], action_size)
+    model.trainable_variables = [tf.Variable(tf.ones([2, 2]))]
+    return model
+
+
 def returns_none(space: Any, action_size: int, config: Any, seed: int) -> None:
     return None
 

@@ -81,3 +81,17 @@ class RewardsTheSecondEnv:
 
     def __call__(self, run: Any, metrics: Any, rollout: Any) -> Any:
         seen.append((metrics["own/bonus"], rollout.reward.copy()))
+
+
+def returns_surrogates(run: Any, metrics: Any, rollout: Any) -> Any:  # line 86
+    return {"\ud800": 1.0}
+
+
+class OnlyRewards:
+    def before_update(self, run: Any, rollout: Any) -> Any:
+        rollout.reward[:] = 2.0
+
+
+class TakesNoRollout:  # line 95
+    def before_update(self, run: Any) -> Any:
+        pass

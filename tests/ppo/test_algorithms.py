@@ -1,8 +1,10 @@
 """The algorithm is a setting: built-in ones, and classes in a user's file."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import pytest
@@ -138,6 +140,23 @@ def test_an_algorithm_in_a_file_is_code_that_must_be_trusted() -> None:
 class Other(Algorithm):
     """An algorithm without settings that cannot train with several learners."""
 
+    learn: Any = None
+
+
+@dataclasses.dataclass
+class SharedName:
+    """Settings of which one has the name of a setting of all algorithms."""
+
+    learning_rate: float = 0.1
+
+
+class Shared(Other):
+    settings_type = SharedName
+
+
+class NoDataclass(Other):
+    settings_type = dict
+
 
 def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> None:
     maker = Maker()
@@ -154,6 +173,14 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     assert "one learner" in message(1, config, two)
     assert "'bonus'" in message(2, config.replace(bonus=1), one)
     assert "float" in message(3, A2C.replace(step_size="high"), one)
+    shared = SMALL.replace(algorithm=f"{__name__}:Shared")
+    assert "without the names of other settings, got learning_rate" in message(
+        8, shared, one
+    )
+    no_dataclass = SMALL.replace(algorithm=f"{__name__}:NoDataclass")
+    assert "expected a dataclass as settings_type, got <class 'dict'>" in message(
+        9, no_dataclass, one
+    )
     no_class = SMALL.replace(algorithm=f"{__name__}:NAME")
     assert f"in {__name__}, found" in message(4, no_class, one)
     no_algorithm = SMALL.replace(algorithm=f"{__name__}:Path")
@@ -170,14 +197,26 @@ class Counter(Algorithm):
     """An algorithm whose metrics have names of the training loop."""
 
     def learn(self, rollout: Any, **_: Any) -> Any:
-        return {"steps": 7, "invalid_steps": 16, "loss": 1}
+        return {"steps": 7, "invalid_steps": 16, "evaluation_return": 3, "loss": 1}
+
+    def statistics(self) -> dict[str, float]:
+        return {"mean_return": 7.0, "evaluation_return": 3.0, "state": 2.0}
 
 
-class Silent(Algorithm):
-    """An algorithm that returns no metrics."""
+class Silent(Counter):
+    """An algorithm that does not return metrics."""
+
+    metrics: Any = None
 
     def learn(self, rollout: Any, **_: Any) -> Any:
-        return None
+        return self.metrics
+
+
+class Mute(Counter):
+    """An algorithm whose statistics are not numbers."""
+
+    def statistics(self) -> Any:
+        return {"state": "good"}
 
 
 class Unbuilt(Counter):
@@ -188,9 +227,35 @@ class Unbuilt(Counter):
         self.trackables = {"optimizers": [keras.optimizers.Adam()]}
 
 
+class Untracked(Counter):
+    """An algorithm whose trackables a checkpoint cannot store."""
+
+    stored: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trackables = self.stored
+
+
 def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got Adam, which is not built yet"):
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
+    config = SMALL.replace(algorithm=f"{__name__}:Untracked")
+    variable = tf.Variable(1.0)
+    for stored in (None, [variable], {"n": 3}, {1: variable}, {"agent": variable}):
+        with (
+            mock.patch.object(Untracked, "stored", stored),
+            pytest.raises(ConfigError, match="a dict from names other than agent to"),
+        ):
+            run(tmp_path / "untracked", config)
+
+
+def test_algorithm_without_support_for_recurrent_policies_is_an_error(
+    tmp_path: Path,
+) -> None:
+    config = A2C.replace(env_name="fake", recurrent_size=4)
+    with pytest.raises(ConfigError, match=r"^recurrent_size: expected 0, .* got 4\.$"):
+        run(tmp_path / "run", config, in_graphs=True)
 
 
 def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
@@ -200,10 +265,18 @@ def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
     rows = rows_of(tmp_path / "run")
     assert [row["steps"] for row in rows] == [16, 32, 48, 64]
     assert {(row["invalid_steps"], row["loss"]) for row in rows} == {(0.0, 1.0)}
-    with pytest.raises(
-        ConfigError, match="return a dict from metric names to numbers, got None"
-    ):
-        run(tmp_path / "silent", SMALL.replace(algorithm=f"{__name__}:Silent"))
+    assert {(row["mean_return"], row["state"]) for row in rows} == {(3.0, 2.0)}
+    assert "evaluation_return" not in rows[0]
+    silent = SMALL.replace(algorithm=f"{__name__}:Silent")
+    faulty = (None, {"x": "good"}, {1: 1.0}, {"x": 10**400}, {"\ud800": 1.0})
+    for number, metrics in enumerate(faulty):
+        with (
+            mock.patch.object(Silent, "metrics", metrics),
+            pytest.raises(ConfigError, match="`learn` to return a dict from metric"),
+        ):
+            run(tmp_path / f"silent-{number}", silent)
+    with pytest.raises(ConfigError, match=r"`statistics` to return .* 'good'"):
+        run(tmp_path / "mute", SMALL.replace(algorithm=f"{__name__}:Mute"))
 
 
 def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:

@@ -90,6 +90,17 @@ def test_callback_changes_rewards_before_the_update(
     assert rows[0]["reward_scale"] < 0.5
 
 
+def test_callback_may_have_nothing_but_before_update() -> None:
+    rollout = rollout_of(1)
+    env = SimpleNamespace(stats=lambda: SimpleNamespace(rows=0), reset_infos={})
+    callbacks, a_run = Callbacks([f"{FILE}:OnlyRewards"]), SimpleNamespace()
+    a_run.env, a_run.rollout = env, rollout
+    assert (
+        callbacks.before_update(a_run) == callbacks(a_run, {"mean_return": 1.0}) == {}
+    )
+    assert rollout.reward.tolist() == [[2.0]]
+
+
 def test_example_rewards_observations_that_are_new() -> None:
     novelty = load_user_code("callbacks", f"{RND}:Novelty")()
     agent = Agent(BOX, ACTIONS, SMALL)
@@ -128,8 +139,9 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
         ("raises", "28: ValueError: in iteration 2"),
         ("breaks_the_config", "32: ConfigError: num_envs: .* got 0"),
         ("returns_text", "35: ValueError: could not convert .*'many'"),
-        ("returns_a_list", "39: TypeError: cannot convert"),
+        ("returns_a_list", "39: TypeError: expected a dict or None"),
         ("returns_integer_keys", "59: TypeError: expected names of metrics, got 0"),
+        ("returns_surrogates", "86: UnicodeEncodeError: "),
     ],
 )
 def test_error_of_a_callback_is_one_line(name: str, message: str) -> None:
@@ -169,6 +181,7 @@ def test_functions_of_a_file_share_its_globals_until_it_changes(tmp_path: Path) 
         ("takes_two_arguments", f"{FILE}:43: TypeError: too many positional arguments"),
         ("NeedsArgument", f"{FILE}:47: TypeError: .*argument"),
         ("NotCallable", f"{FILE}:55: TypeError: .*not a callable"),
+        ("TakesNoRollout", f"{FILE}:95: TypeError: too many positional arguments"),
         ("record", "found none. Did you mean records?"),
     ],
 )

@@ -1,5 +1,6 @@
 """Checkpoints: bit-identical resuming, atomic writes, retention, and errors."""
 
+import errno
 import json
 import resource
 import subprocess
@@ -227,6 +228,18 @@ def test_a_folder_without_checkpoints_is_an_error_that_names_it(
         message = f"{folder}: expected a checkpoint, found none"
         with pytest.raises(CheckpointError, match=message):
             checkpoint.read_counters(folder, which)
+
+
+def test_an_unreadable_folder_of_checkpoints_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deny(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "iterdir", deny)
+    message = f"{tmp_path}: cannot be read, Permission denied; make it readable"
+    with pytest.raises(CheckpointError, match=message):
+        checkpoint.read_counters(tmp_path)
 
 
 @pytest.mark.parametrize(

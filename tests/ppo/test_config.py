@@ -53,9 +53,13 @@ def test_error_for_an_unknown_key_suggests_the_nearest_one(
         read_config(tmp_path / "mine.json")
 
 
-def test_error_for_a_key_without_similar_ones_suggests_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'zzz'\. `ppo configs"):
-        apply_settings(BASE, ["zzz=1"])
+@pytest.mark.parametrize("key", ["zzz", "self"])
+def test_error_for_a_key_without_similar_ones_suggests_nothing(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. `ppo configs"):
+        apply_settings(BASE, [f"{key}=1"])
+    values: dict[str, Any] = {"env_name": "X", key: 1}
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. `ppo configs"):
+        Config(**values)
 
 
 @pytest.mark.parametrize("kind", [Config, SACSettings])
@@ -136,6 +140,7 @@ CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X',
             "1 / 0",
             r"executing the file raised ZeroDivisionError: division by zero",
         ),
+        ("raise SystemExit(3)", r"executing the file raised SystemExit: 3\."),
         (CONFIG_OF.format("wrappers=3"), r"mine\.py: wrappers: .* a list, .* got 3\."),
         (CONFIG_OF.format("num_envs=4.5"), r"num_envs: .* an int; got 4\.5\."),
         (CONFIG_OF.format("num_envs='4'"), r"num_envs: .* an int; got '4'\."),

@@ -77,6 +77,8 @@ def test_model_gets_the_input_space_without_the_action_mask() -> None:
     [
         ("too_few_outputs", r"\[N, 4\].*got float32\[2, 3\], float32\[2\]"),
         ("one_output", r"expected outputs of shapes .* got float32\[2, 4\] for"),
+        ("dict_of_outputs", r"got dict for N = 2 rows\.$"),
+        ("with_variables_of_tensorflow", r"keras\.Variable, got \[<[^\n]*Variable'>\]"),
         ("float64", r"float32 outputs, got float64\[2, 4\], float64\[2\]"),
         ("only_eager", r"only_eager: .*custom_networks\.py:\d+: [^\n]*$"),
         ("returns_none", "expected the function to return a model"),

@@ -253,6 +253,7 @@ def test_pipes_are_not_opened_for_writing(tmp_path: Path) -> None:
 def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     run = RunFolder.create(tmp_path / "run", Config(env_name="CartPole-v1"))
+    (run.path / "lock").unlink()
     for name in ("evaluation.json.partial", "lock"):
         (run.path / name).symlink_to(tmp_path / "precious")
     with pytest.raises(Exception, match="cannot be written"):

@@ -145,7 +145,8 @@ def test_a_partial_config_of_a_killed_process_is_ignored(
 ) -> None:
     (tmp_path / "config.json.partial").write_text("{")
     run = RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "envs.json"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.json", "envs.json", "lock"}
     (tmp_path / "config.json.partial").write_text("{")
     assert run.remove_if_unused()
     assert not tmp_path.exists()
@@ -160,10 +161,12 @@ def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
             RunFolder(run.path).locked(),
         ):
             pass
-        code, _, error = ppo("train", "--resume", run.path)
-        assert (code, error.count("\n")) == (1, 1)
-        assert holder in error
-    with RunFolder(run.path).locked():
+        for arguments in ("--resume", run.path), ("CartPole-v1", "--run-dir", run.path):
+            code, _, error = ppo("train", *arguments)
+            assert (code, error.count("\n")) == (1, 1)
+            assert holder in error
+        assert RunFolder.read(run.path)[1] == CONFIG
+        assert not RunFolder(run.path).remove_if_unused()
         assert run.remove_if_unused()
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 from gymnasium import spaces
 
 from ppo.agent.actions.distributions import SquashedGaussian
@@ -14,6 +15,7 @@ from ppo.config import Config
 from ppo.errors import ConfigError, UnsupportedSpaceError
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
 from tests.ppo.runs import Maker, rollout_of, rows_of, run
+from tests.ppo.sac_in_numpy import Reference
 
 CONFIG = Config(
     env_name="fake",
@@ -80,6 +82,48 @@ def test_value_ends_at_termination_and_continues_after_truncation(
     for seed in range(8):
         metrics = sac.learn(rollout, progress=0.0, seed=(seed, 0))
     assert metrics["value"] == pytest.approx(expected, abs=0.15)
+
+
+def test_updates_equal_their_recomputation(
+    random_generator: np.random.Generator,
+) -> None:
+    config = CONFIG.replace(
+        activation="tanh", discount=0.9, learning_rate=0.03, initial_log_std=-0.5
+    ).replace(tau=0.1, replay_size=20, initial_temperature=0.5, random_steps=0)
+    actions = spaces.Box(np.float32(0), np.array([10, 3], np.float32))
+    sac = SAC(SAC.make_agent(BOX, actions, config), config)
+    layers = sac.agent.trackables["policy"].layers
+    networks = [layers, *sac.trackables["critics"], *sac.trackables["targets"]]
+    reference = Reference(config, [network.get_weights() for network in networks])
+    for seed in [(1, 2), (3, 4)]:
+        terminated, truncated, invalid = random_generator.random((3, 8, 2)) < 0.2
+        rollout = rollout_of(
+            8,
+            2,
+            observation=random_generator.normal(size=(9, 2, 2)),
+            final_observation=random_generator.normal(size=(8, 2, 2)),
+            action=random_generator.normal(size=(8, 2, 2)).astype(np.float32),
+            reward=random_generator.normal(size=(8, 2)),
+            terminated=terminated,
+            truncated=truncated & ~terminated,
+            valid=~invalid,
+        )
+        metrics = sac.learn(rollout, progress=0.0, seed=seed)
+        reference.add(rollout)
+
+        def noise_of(step: int, seed: tuple[int, int] = seed) -> np.ndarray:
+            folded = tf.random.experimental.stateless_fold_in(seed, step)
+            return tf.random.stateless_normal([2, 8, 2], folded).numpy()
+
+        samples = np.random.default_rng(seed).integers(sac.replay.size, size=(4, 8))
+        means = reference.learn(samples, noise_of)
+        np.testing.assert_allclose([*metrics.values()], means, rtol=1e-4, atol=1e-5)
+    assert sac.replay.size == 20
+    for network, expected in zip(networks, reference.networks, strict=True):
+        for weights, array in zip(network.get_weights(), expected, strict=True):
+            np.testing.assert_allclose(weights, array, rtol=1e-3, atol=1e-4)
+    temperature = sac.trackables["log_temperature"].numpy()
+    assert temperature == pytest.approx(reference.log_temperature[0], abs=1e-5)
 
 
 @pytest.mark.parametrize(

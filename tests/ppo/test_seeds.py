@@ -104,6 +104,17 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert [each["total_steps"] for each in values] == [128, 128, 128]
 
 
+def test_the_other_seeds_finish_if_the_folder_of_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = "import shutil\nshutil.rmtree(folder) if seed == 8 else end(seed)"
+    run_instead(monkeypatch, RUN + removed)
+    code, output, _ = ppo(*study(tmp_path / "study"))
+    assert code == 1
+    assert "seed 8 failed: exit code 0\n" in output
+    assert "Mean return 8.0 over 2 of 3 seeds" in output
+
+
 def test_seeds_that_a_callback_ended_are_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """The training loop: files, resuming, stopping, reproducibility, errors."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -294,6 +295,30 @@ def test_unwritable_tensorboard_folder_is_an_error(tmp_path: Path) -> None:
     (run_folder.path / "tensorboard").write_text("")
     with pytest.raises(RunWriteError, match="make it writable"):
         train(SMALL, run_folder, Maker())
+
+
+@eagerly()
+@pytest.mark.parametrize("report_every", [0, 64])  # metrics or checkpoint come first
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_run_ends_at_the_next_write_if_its_folder_is_removed_or_renamed(
+    is_renamed: bool, report_every: int, tmp_path: Path
+) -> None:
+    steps = itertools.count(1)
+
+    def on_step() -> None:
+        if next(steps) != 2 * SMALL.horizon:
+            return
+        if is_renamed:
+            (tmp_path / "run").rename(tmp_path / "new")
+        else:
+            shutil.rmtree(tmp_path / "run")
+
+    config = SMALL.replace(report_every=report_every)
+    run_folder = RunFolder.create(tmp_path / "run", config)
+    with pytest.raises(RunWriteError, match="was removed or renamed; resume the run"):
+        train(config, run_folder, Maker(), on_step=on_step)
+    assert next(steps) == 2 * SMALL.horizon + 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_best_checkpoint_is_unchanged_if_envs_fail_after_a_resume(

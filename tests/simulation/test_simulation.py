@@ -18,8 +18,8 @@ from tests.simulation.journal import Violation
 from tests.simulation.profile import BATCHES, FAULTY, MOVES
 from tests.simulation.simulation import simulate
 
-#: Together, these numbers make 400,000 events per test run.
-NUM_TESTS = 5
+#: Together, these numbers make 240,000 events per test run.
+NUM_TESTS = 3
 SEEDS_PER_TEST = 4
 EVENTS_PER_SEED = 20_000
 

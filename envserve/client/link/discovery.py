@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from pathlib import Path
 from typing import Final
 
 from envserve import ray
 from envserve.address import NamedAddress, complete_address
+from envserve.client.link.zmq_guards.resolver import resolve_host
 from envserve.errors import AddressError
 from envserve.regular_file import open_regular
 
@@ -39,25 +38,18 @@ def resolve(source: str) -> tuple[str, ...]:
 
 def _from_name(source: str) -> tuple[str, ...]:
     by_name = complete_address(source)
-    if by_name.startswith("ipc://"):
-        return (by_name,)
-    name, _, port = by_name.removeprefix("tcp://").rpartition(":")
-    name = name.strip("[]")
     try:
-        found = {str(ipaddress.ip_address(name))}
-    except ValueError:
-        try:
-            known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # UnicodeError: empty or long label
-            raise AddressError(
-                f"cannot resolve {name}; check its spelling and the DNS of this "
-                f"network ({getattr(error, 'strerror', None) or error})"
-            ) from None
-        found = {str(address[0]) for *_, address in known}
+        found = resolve_host(by_name)
+    except (OSError, UnicodeError) as error:  # UnicodeError: empty or long label
+        name = by_name.removeprefix("tcp://").rpartition(":")[0]
+        raise AddressError(
+            f"cannot resolve {name}; check its spelling and the DNS of this "
+            f"network ({getattr(error, 'strerror', None) or error})"
+        ) from None
     if not source.startswith("dns://"):
         return (by_name,)
-    hosts = (f"[{ip}]" if ":" in ip else ip for ip in sorted(found))
-    return tuple(NamedAddress(f"tcp://{host}:{port}", by_name) for host in hosts)
+    found.sort(key=lambda address: address.rpartition(":")[0])
+    return tuple(NamedAddress(address, by_name) for address in found)
 
 
 def _from_file(source: str, path: str) -> tuple[str, ...]:

@@ -59,9 +59,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 _KEEPER_SECONDS: Final = 0.5
 #: Shorter interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
-#: While answers arrive in time, `SessionDriver.run` is called up to this much later
-#: than `due_at`, to save CPU time. Must be shorter than the session's timeouts.
-_LATE_SECONDS: Final = 0.5
 #: Maximum time to wait for the server's confirmation of DETACH.
 _CLOSE_SECONDS: Final = 1.5
 #: Maximum time to send the last message.
@@ -263,8 +260,7 @@ class RemoteLane:
                     self._is_updating = False
                     mark_harmless(error)
                 raise
-            is_late = now >= driver.due_at + _LATE_SECONDS
-            if is_late or (self._is_watched and not driver.is_idle(now)):
+            if now >= driver.due_at or (self._is_watched and not driver.is_idle(now)):
                 self._run(now)
             self._is_updating = False
 
@@ -283,7 +279,7 @@ class RemoteLane:
                 may_block = deadline - now >= SLICE_SECONDS
                 if not may_block:
                     self._run_unless_answered(now)
-                elif session.outbox or now >= driver.due_at + _LATE_SECONDS:
+                elif session.outbox or now >= driver.due_at:
                     driver.run(now)
                 if operations.is_ready(min_finished) or now >= deadline:
                     break
@@ -318,7 +314,7 @@ class RemoteLane:
         """
         driver, session = self._driver, self._session
         if (
-            now < driver.due_at + _LATE_SECONDS
+            now < driver.due_at
             and not session.outbox
             and (frames := self._connection.receive()) is not None
         ):

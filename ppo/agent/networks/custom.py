@@ -98,7 +98,7 @@ class CustomModel:
         if not variables or not all(isinstance(v, keras.Variable) for v in variables):
             raise ConfigError(
                 f"network {self._name}: expected trainable_variables, a list of "
-                f"keras.Variable, got {variables!r}."
+                f"keras.Variable, got {list(map(type, variables or ()))}."
             )
         checkpoint = tf.train.Checkpoint(**self.trackables)
         saved = set(map(id, tf.train.TrackableView(checkpoint).descendants()))
@@ -161,7 +161,7 @@ def _describe(outputs: Any) -> str:
     parts = [
         f"{getattr(output, 'dtype', type(output)).name}{list(output.shape)}"
         if hasattr(output, "shape")
-        else repr(output)
+        else type(output).__name__
         for output in _items(outputs)
     ]
     return ", ".join(parts) or "nothing"

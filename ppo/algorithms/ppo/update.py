@@ -89,7 +89,10 @@ class Updater:
             "schedules": tf.train.Checkpoint(**self._schedules.trackables),
         }
         can_compile = config.jit_compile and learners.num == 1  # see `_jit`
-        self._compiled = tf.function(self._update, jit_compile=can_compile)
+        # AutoGraph would take seconds to convert this code; see `_jit`.
+        self._compiled = tf.function(
+            self._update, autograph=False, jit_compile=can_compile
+        )
 
     def update(
         self,
@@ -147,17 +150,17 @@ class Updater:
         self._schedules.update(metrics["kl"] if has_moved else math.inf)
         return metrics
 
-    @tf.autograph.experimental.do_not_convert
     def _jit(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a part of the update; with several learners, compile it on its own.
 
         The part must not communicate between learners, because XLA cannot compile
         all-reduce operations on CPUs. With a single learner, the whole update is
-        compiled instead.
+        compiled instead. If the part calls a user's network, AutoGraph converts it.
         """
-        if self._learners.num == 1:
-            return self._agent.unconverted(function)
-        converts, jit_compile = self._agent.converts_code, self._config.jit_compile
+        converts = self._agent.converts_code
+        if self._learners.num == 1 and not converts:
+            return function
+        jit_compile = self._config.jit_compile
         return tf.function(function, autograph=converts, jit_compile=jit_compile)
 
     def _update(
@@ -180,25 +183,43 @@ class Updater:
                 value, advantages["target"], samples["weight"], self._mean
             ),
         }
-        metrics = tf.zeros([len(METRICS)])
-        kl = tf.zeros([])
-        epoch = num_epochs = tf.constant(0)
-        is_too_far = tf.constant(False)
-        while epoch < config.epochs and (self._has_separate_value or not is_too_far):
+
+        def continues(epoch: tf.Tensor, is_too_far: tf.Tensor, *_: Any) -> tf.Tensor:
+            remains = epoch < config.epochs
+            return remains if self._has_separate_value else remains & ~is_too_far
+
+        def run_epoch(
+            epoch: tf.Tensor,
+            is_too_far: tf.Tensor,
+            num_epochs: tf.Tensor,
+            kl: tf.Tensor,
+            metrics: tf.Tensor,
+        ) -> tuple[tf.Tensor, ...]:
+            current = advantages
             if config.recompute_advantages:
-                _, advantages = self._jit(self._advantages)(rollout, *inputs)
+                _, current = self._jit(self._advantages)(rollout, *inputs)
             before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            epoch_metrics = self._epoch(samples | advantages, coefficients, epoch_seed)
-            epoch_kl = self._agent.unconverted(self._mean_kl)(samples)
+            epoch_metrics = self._epoch(samples | current, coefficients, epoch_seed)
+            epoch_kl = self._mean_kl(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(epoch_kl <= config.max_kl)
                 self._rollback.restore(before, is_too_far)
             keep_metrics = is_too_far & (epoch > 0) & _POLICY_METRICS
-            metrics = tf.where(keep_metrics, metrics, epoch_metrics)
-            kl = tf.where(is_too_far, kl, epoch_kl)
-            num_epochs += tf.cast(~is_too_far, tf.int32)
-            epoch += 1
+            return (
+                epoch + 1,
+                is_too_far,
+                num_epochs + tf.cast(~is_too_far, tf.int32),
+                tf.where(is_too_far, kl, epoch_kl),
+                tf.where(keep_metrics, metrics, epoch_metrics),
+            )
+
+        zero = tf.constant(0)
+        _, is_too_far, num_epochs, kl, metrics = tf.while_loop(
+            continues,
+            run_epoch,
+            (zero, tf.constant(False), zero, tf.zeros([]), tf.zeros([len(METRICS)])),
+        )
         return {
             **dict(zip(METRICS, tf.unstack(metrics), strict=True)),
             **first_metrics,
@@ -262,11 +283,17 @@ class Updater:
         count = config.steps_per_iteration // config.minibatch_size
         minibatches = self._sampler.minibatches(samples, count, seed)
         num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
-        step = self._agent.unconverted(self._gradient_step)
-        total = tf.zeros([len(METRICS)])
-        for index in tf.range(count):
+
+        def step(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
-            total += num_valid[index] * step(minibatch, coefficients)
+            metrics = self._gradient_step(minibatch, coefficients)
+            return index + 1, total + num_valid[index] * metrics
+
+        _, total = tf.while_loop(
+            lambda index, _: index < count,
+            step,
+            (tf.constant(0), tf.zeros([len(METRICS)])),
+        )
         return total / tf.maximum(tf.reduce_sum(num_valid), 1.0)
 
     def _gradient_step(

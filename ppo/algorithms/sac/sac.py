@@ -86,7 +86,10 @@ class SAC(Algorithm):
             "log_temperature": self._log_temperature,
             "optimizers": self._optimizers,
         }
-        self._compiled = tf.function(self._update, jit_compile=config.jit_compile)
+        # AutoGraph would take seconds to convert this code.
+        self._compiled = tf.function(
+            self._update, autograph=False, jit_compile=config.jit_compile
+        )
 
     @classmethod
     def check(cls, config: Config) -> None:
@@ -167,11 +170,17 @@ class SAC(Algorithm):
 
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
         """Take one gradient step per batch; return the mean of each of `METRICS`."""
-        total = tf.zeros([len(METRICS)])
-        for index in tf.range(self._num_updates):
+
+        def step(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             batch = tf.nest.map_structure(operator.itemgetter(index), batches)
             step_seed = tf.random.experimental.stateless_fold_in(seed, index)
-            total += self._gradient_step(batch, step_seed)
+            return index + 1, total + self._gradient_step(batch, step_seed)
+
+        _, total = tf.while_loop(
+            lambda index, _: index < self._num_updates,
+            step,
+            (tf.constant(0), tf.zeros([len(METRICS)])),
+        )
         return total / self._num_updates
 
     def _gradient_step(self, batch: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
