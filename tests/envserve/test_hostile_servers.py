@@ -202,9 +202,10 @@ def test_a_flood_ends_the_wait_for_envs(host: Host) -> None:
 
 
 def test_a_result_with_half_of_the_rows_is_a_protocol_error(host: Host) -> None:
-    with connect(host("half of the rows")) as batch:
+    address = host("half of the rows")
+    with connect(address) as batch:
         batch.reset()
-        with pytest.raises(RemoteProtocolError, match=r"expected .* bytes of results"):
+        with pytest.raises(RemoteProtocolError, match=f"^{address}: expected .* bytes"):
             batch.step(ACTIONS)
 
 
