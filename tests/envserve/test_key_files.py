@@ -154,6 +154,13 @@ def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) ->
         read_all_files(folder)
 
 
+def test_a_file_in_place_of_the_key_folder_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("")
+    with pytest.raises(KeyFileError, match="notes is not a folder; set ENVSERVE_HOME"):
+        read_all_files(KeyFolder(file))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", [*FILES, "."])
 def test_files_of_another_user_are_rejected(folder: KeyFolder, name: str) -> None:

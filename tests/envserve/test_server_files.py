@@ -108,6 +108,11 @@ def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> No
     server.end(signal.SIGTERM)
 
 
+def test_the_error_about_a_long_path_advises_a_shorter_one(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 108)
+    assert "path too long; choose a short, unused path" in refusal_at(path)
+
+
 def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     file, link = tmp_path / "thesis", tmp_path / "link"
     file.write_text("all of it")

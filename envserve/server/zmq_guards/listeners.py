@@ -26,9 +26,11 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
       ServerError: The address cannot be used.
     """
     scheme, _, rest = address.partition("://")
-    family, remedy = socketlib.AF_INET, "is another server running there?"
+    family = socketlib.AF_INET
+    remedy = "choose an address of this host and a free port; port 0 selects one"
     if scheme == "ipc":
-        family, remedy = socketlib.AF_UNIX, "choose a path in a directory that you own"
+        family = socketlib.AF_UNIX
+        remedy = "choose a short, unused path in a folder that you own"
     elif "[" in rest:
         family = socketlib.AF_INET6
     listener = socketlib.socket(family)
