@@ -391,7 +391,7 @@ class HostSettings(WorkerSettings):
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """HTTP port for Prometheus metrics, which can be read without a key; 0 selects a
     free port. By default, metrics are disabled."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address to serve metrics on; by default, only this host can read them."""
     insecure_no_auth: bool = False
     """Use TCP without keys: anyone who can reach an address can use the server, and

@@ -228,6 +228,8 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
         (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
+        # The port would listen on all addresses.
+        (["--metrics-host", ""], 2, "--metrics-host: expected a str of length >= 1"),
         (["--lease-seconds", "nan"], 2, "--lease-seconds: expected a number > 0"),
         (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
         (["--drain-grace", "inf"], 2, "--drain-grace: expected"),
