@@ -54,6 +54,17 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
     return listener, address
 
 
+def close_listener(listener: socketlib.socket) -> None:
+    """Close a socket of `listen`, and remove its file if it has one."""
+    path = listener.getsockname()
+    # The file still belongs to this socket, because no other server replaces the file
+    # while the socket is open.
+    if listener.family == socketlib.AF_UNIX and isinstance(path, str):
+        with contextlib.suppress(OSError):  # removed already, or in a read-only folder
+            os.unlink(path)
+    listener.close()
+
+
 def _bind_file(listener: socketlib.socket, path: str) -> None:
     """Bind to a path whose file only this user can access, regardless of the umask."""
     if path[0] == "@":  # an abstract socket, which has no file
