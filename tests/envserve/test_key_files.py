@@ -154,6 +154,15 @@ def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) ->
         read_all_files(folder)
 
 
+def test_the_error_about_a_damaged_key_states_how_to_replace_it(
+    folder: KeyFolder,
+) -> None:
+    create_all_files(folder)
+    (folder.path / "client.key").write_text("")  # a full disk, for example
+    with pytest.raises(KeyFileError, match=r"or run envserve keys new client$"):
+        folder.key("client")
+
+
 def test_a_file_in_place_of_the_key_folder_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("")
