@@ -413,8 +413,8 @@ class Attachment:
         is_slow = now >= since + self._timeouts.operation_seconds
         limit = "operation_timeout" if is_slow else "server_lost_after"
         error = ServerLost(
-            f"{self.address}: {text}, so the server counts as lost; check that it "
-            f"runs, read its log, or raise {limit}"
+            f"{self.address}: {text}, so the server counts as lost; check it with "
+            f"`envserve health {self.address}`, read its log, or raise {limit}"
         )
         if not self._timeouts.pads_lost_rows or state is ClientState.CLOSING:
             self.fail(error)
