@@ -229,7 +229,7 @@ def _serve_on_ray(
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Write the addresses atomically, so that readers never get an incomplete file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.parent / f".{path.name}.{os.getpid()}"
     try:
         temporary.write_text("".join(f"{address}\n" for address in addresses))
         temporary.chmod(0o644)

@@ -74,11 +74,9 @@ class KeyFolder:
           KeyFileError: The file cannot be read, or other users can read it.
         """
         path = self.path / f"{role}.key"
-        word = "" if role == "server" else " client"
+        command = "envserve keys new" + (" client" if role == "client" else "")
         text = private_files.read_private(
-            path,
-            ", and create a new one if others may have read it: "
-            f"envserve keys new{word}",
+            path, f", and create a new one if others may have read it: {command}"
         )
         if text is None:
             return None
@@ -88,7 +86,9 @@ class KeyFolder:
                 formats.decode(formats.SECRET, "".join(lines).strip())
             )
         except CodecError as error:
-            raise KeyFileError(f"{display_path(path)}: {error}") from None
+            raise KeyFileError(
+                f"{display_path(path)}: {error}; restore it, or run {command}"
+            ) from None
 
     def ensure_key(self, role: Role) -> KeyPair:
         """Return this user's key pair for a role; create it if there is none."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from envserve.cli.logs import nonblocking_output, set_up_logs
-from envserve.cli.options import Count, LogFormat, Port, Resources, Seconds
+from envserve.cli.options import Count, Host, LogFormat, Port, Resources, Seconds
 from envserve.cli.program import GivenOptions, Option
 from envserve.cli.terminal import console
 from envserve.errors import EnvserveError, SpaceError, WrapperError
@@ -88,7 +88,7 @@ def train(
     page: Annotated[bool, _WATCHING] = False,
     film: Annotated[bool, _WATCHING] = False,
     metrics_port: Annotated[Port | None, _WATCHING] = None,
-    metrics_host: Annotated[str, _WATCHING] = "127.0.0.1",
+    metrics_host: Annotated[Host, _WATCHING] = "127.0.0.1",
     on: Annotated[Literal["ray"] | None, _RAY] = None,
     learners: Annotated[Count | None, _RAY] = None,
     resources: Resources = None,

@@ -119,6 +119,14 @@ def test_workers_import_the_module_of_a_reference() -> None:
     assert with_absolute_path("no_file:Walk") == "no_file:Walk"
 
 
+def test_a_deleted_working_directory_leaves_references_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert with_absolute_path("walk.py:Walk") == "walk.py:Walk"
+
+
 def test_the_error_about_an_env_that_servers_cannot_import_states_a_remedy() -> None:
     class Local(CartPoleEnv):
         pass
