@@ -244,6 +244,18 @@ def test_the_reason_of_a_failed_connection_is_found_and_explained(
         assert refusal is None
 
 
+def test_a_server_of_another_key_folder_is_not_taken_for_a_server_that_was_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path))
+    address = "tcp://127.0.0.1:7000"
+    keys = KeyFolder().keys_for(address)
+    text = str(connection_error(Finding.OTHER_SERVER, address, keys))
+    assert "If you started it with another ENVSERVE_HOME, set it here too" in text
+    assert str(tmp_path) in text
+    assert "joined" not in text
+
+
 def test_the_reason_is_unknown_if_an_address_is_malformed() -> None:
     assert diagnose_connection("x", KEYS, SECONDS) is Finding.UNKNOWN
 
