@@ -89,7 +89,10 @@ ActionMode = Literal["pass", "clip", "check"]
 #: Whether the observation spaces of all envs are equal, or may have different bounds.
 ObservationMode = Literal["same", "different"]
 
-_Count = Annotated[int, Meta(ge=1)]
+#: The limit keeps sizes in MiB below 2**63 bytes.
+_MAX_COUNT: Final = 1 << 32
+_Count = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
+_CountOrZero = Annotated[int, Meta(ge=0, le=_MAX_COUNT)]
 _U32 = Annotated[int, Meta(ge=0, lt=2**32)]
 _Seconds = Annotated[float, Meta(gt=0)]
 
@@ -310,10 +313,10 @@ class WorkerSettings(_Validated):
     reset_timeout_seconds: _Seconds = 120.0
     """Timeout in seconds for building an env, for its first step (which may compile
     code) and for a reset. After that, the env's worker is killed."""
-    max_restarts: Annotated[int, Meta(ge=0)] = 5
+    max_restarts: _CountOrZero = 5
     """Maximum number of times in a row that a worker is restarted without a valid step
     of the failing env in between; after that, the env's error is raised."""
-    max_row_mib: Annotated[int, Meta(ge=0)] | None = None
+    max_row_mib: _CountOrZero | None = None
     """Maximum shared memory for all rows of one user in MiB; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64
     """Maximum size of a row's infos in KiB; if they are larger, the keys with the
@@ -377,9 +380,9 @@ class HostSettings(WorkerSettings):
     worker_user: str = ""
     """User that workers run as; by default, the server's user. If it is set, the server
     must be started by root."""
-    worker_memory_mib: Annotated[int, Meta(ge=0)] = 0
+    worker_memory_mib: _CountOrZero = 0
     """Maximum address space of one worker in MiB; 0 means unlimited."""
-    worker_processes: Annotated[int, Meta(ge=0)] = 0
+    worker_processes: _CountOrZero = 0
     """Maximum number of processes and threads of the user that workers run as; 0 means
     unlimited."""
     max_buffered_mib: _Count = 256
@@ -391,7 +394,7 @@ class HostSettings(WorkerSettings):
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """HTTP port for Prometheus metrics, which can be read without a key; 0 selects a
     free port. By default, metrics are disabled."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Annotated[str, Meta(min_length=1)] = "127.0.0.1"
     """Address to serve metrics on; by default, only this host can read them."""
     insecure_no_auth: bool = False
     """Use TCP without keys: anyone who can reach an address can use the server, and

@@ -178,7 +178,7 @@ def check_finite(
             row = int(np.argmin(is_finite))
             env_index = row if env_indices is None else int(env_indices[row])
             raise EnvDataError(
-                f"Env {env_index} of {env!r}: expected a finite {name}, got "
-                f"{array[row]}; fix the env, or end the episode before "
-                "its numbers overflow."
+                f"Env {env_index} of {env.spec.env_name}: expected a finite {name}, "
+                f"got {array[row]}; fix the env, or end the episode before its numbers "
+                "overflow."
             )

@@ -82,8 +82,10 @@ def _lines() -> Iterator[str]:
 def _settings_of(kind: type[Any], algorithm: Callable[[str], str]) -> Iterator[str]:
     docs, hints = field_docs(kind), get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        name = field.name
-        meaning = _meaning(Option(docs[name], default=field.default))
+        name, default = field.name, field.default
+        if isinstance(default, tuple):  # as for `--set`
+            default = ",".join(map(str, default))
+        meaning = _meaning(Option(docs[name], default=default))
         yield _row(f"`{name}`", algorithm(name), _type(hints[name]), meaning)
 
 

@@ -19,7 +19,7 @@ from envserve.bench.interleaved import SPEED, Measure, make_measure
 from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.envs.registry import import_env_modules, make_env
-from envserve.errors import ServerError
+from envserve.errors import EnvError, ServerError
 from envserve.python_process import main_command, search_path
 from envserve.wire.sockets import socket_folder
 
@@ -35,6 +35,9 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
     There is one process per worker. Each process steps its share of the envs in a loop,
     with the same actions as the other cases. One pass over all envs of a process counts
     as a batch step.
+
+    Raises:
+      EnvError: An env failed, here or during a measurement.
     """
     load.check()
     context = multiprocessing.get_context("spawn")
@@ -52,16 +55,26 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
             stack.callback(parent_end.close)
             connections.append(parent_end)
         for connection in connections:
-            connection.recv()  # "ready", once the process has built its envs
+            _receive(connection)  # "ready", once the process has built its envs
         yield lambda: _measure_all(connections)
 
 
 def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
     for connection in connections:
         connection.send("measure")
-    results: list[dict[str, float]] = [connection.recv() for connection in connections]
+    results: list[dict[str, float]] = [*map(_receive, connections)]
     means = {name: float(np.mean([r[name] for r in results])) for name in results[0]}
     return {**means, SPEED: sum(result[SPEED] for result in results)}
+
+
+def _receive(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except EOFError:
+        raise EnvError(
+            "an env raised an exception (see the traceback above) or ended its "
+            "process; expected an env that does not fail during the measurement"
+        ) from None
 
 
 def _step_in_process(load: Workload, rows: list[int], connection: Connection) -> None:

@@ -52,7 +52,8 @@ def clients(
                 )
     now = time.time()
     if not (grants := file.grants()):
-        print('no clients yet; add one with "envserve invite NAME"', file=sys.stderr)
+        remedy = 'add one with "envserve invite NAME --at ADDRESS"'
+        print(f"no clients yet; {remedy}", file=sys.stderr)
     for grant in grants:
         name, _, *limits = format_line(grant).split()
         state = "invited" if grant.is_invitation else formats.fingerprint(grant.public)

@@ -58,6 +58,8 @@ def known_addresses() -> list[str]:
 
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+#: A socket listens on all addresses if its host is "", so "" is not allowed.
+Host = Annotated[str, Meta(min_length=1)]
 Seconds = Annotated[float, Meta(ge=0.001)]
 
 Address = Annotated[str, Option(f"Server address: {_ADDRESS}.", values=known_addresses)]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from envserve.cli.options import THIS_HOST, Addresses, Insecure, Port
+from envserve.cli.options import THIS_HOST, Addresses, Host, Insecure, Port
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError
 from envserve.text import install_command
@@ -30,7 +30,7 @@ def page(
     addresses: Addresses = None,
     *,
     run: Path | None = None,
-    host: str = "127.0.0.1",
+    host: Host = "127.0.0.1",
     port: Port = 8580,
     open_: bool = False,
     insecure: Insecure = False,

@@ -84,6 +84,7 @@ def _describe_option(field: str) -> Option:
     )
 
 
+_RELOAD: Final = Option(panel="Offered envs", variable="ENVSERVE_RELOAD")
 _ADDRESS_FILE: Final = Option(panel="Logs", variable="ENVSERVE_ADDRESS_FILE")
 _ON_RAY: Final = Option(panel="On Ray")
 
@@ -91,7 +92,7 @@ _ON_RAY: Final = Option(panel="On Ray")
 def start(
     env: Annotated[list[str] | None, Option(values=env_names)] = None,
     *,
-    reload: Annotated[bool, Option(panel="Offered envs")] = False,
+    reload: Annotated[bool, _RELOAD] = False,
     fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
     address_file: Annotated[Path | None, _ADDRESS_FILE] = None,
     log_level: LogLevel = "info",
@@ -228,7 +229,7 @@ def _serve_on_ray(
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Write the addresses atomically, so that readers never get an incomplete file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.parent / f".{path.name}.{os.getpid()}"
     try:
         temporary.write_text("".join(f"{address}\n" for address in addresses))
         temporary.chmod(0o644)

@@ -14,7 +14,7 @@ from envserve.slab import copy_final_to_observation
 
 #: Interval in seconds at which all lanes are polled, even if their descriptors are not
 #: readable, because each lane checks its timeouts only in `collect`.
-_POLL_SECONDS: Final = 0.1
+POLL_SECONDS: Final = 0.1
 
 
 class OutcomeQueue:
@@ -93,7 +93,7 @@ class OutcomeQueue:
         now = time.monotonic()
         if needs_all or now >= self._poll_at:
             lanes: list[Any] = list(self._positions)
-            self._poll_at = now + _POLL_SECONDS
+            self._poll_at = now + POLL_SECONDS
         else:
             lanes = [key.fileobj for key, _ in self._watch().select(0)]
         for lane in lanes:

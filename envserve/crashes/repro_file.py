@@ -19,6 +19,7 @@ from envserve.errors import ReproError
 from envserve.settings import Autoreset, NonFinite
 from envserve.slab import Status
 from envserve.spaces import codec
+from envserve.text import one_line
 from envserve.wrappers.specs import WrapperSpec, wrappers_from_plain, wrappers_to_plain
 
 MAX_REPRO_BYTES: Final = 64 << 20
@@ -114,8 +115,8 @@ def decode_repro(data: bytes) -> Repro:
         if value["format"] != _FORMAT:
             raise ReproError(
                 f"expected a repro file of format {_FORMAT}; "
-                f"got {value['format']!r}; replay it with the envserve version that "
-                f"wrote it"
+                f"got {value['format']!r:.100}; replay it with the envserve version "
+                f"that wrote it"
             )
         wrappers = wrappers_from_plain(value.pop("wrappers"))
         repro = msgspec.convert(value, Repro, dec_hook=_decode_array)
@@ -124,7 +125,8 @@ def decode_repro(data: bytes) -> Repro:
     except ReproError:
         raise
     except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-        raise ReproError(f"not an envserve repro file: {error!r}") from None
+        text = one_line(f"{type(error).__name__}: {error}", 300)
+        raise ReproError(f"not an envserve repro file: {text}") from None
     return replace(repro, wrappers=wrappers)
 
 

@@ -342,10 +342,17 @@ def _raise_for_arguments(
 
 
 def arguments_of(creator: Callable[..., Any]) -> set[str]:
-    """Return the keyword arguments of a function, or of a class and its bases."""
-    inits = [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]
-    parameters = [item for init in inits for item in signature(init).parameters.items()]
-    return {name for name, p in parameters if p.kind in _KEYWORD_KINDS} - {"self"}
+    """Return the keyword arguments of a function, or of the constructor of a class.
+
+    A constructor with `**kwargs` also accepts the arguments of the class's bases.
+    """
+    names: set[str] = set()
+    for init in [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]:
+        parameters = signature(init).parameters.values()
+        names |= {p.name for p in parameters if p.kind in _KEYWORD_KINDS}
+        if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters):
+            break
+    return names - {"self"}
 
 
 def env_creator_of(spec: EnvSpec) -> Any:

@@ -34,7 +34,10 @@ def with_absolute_path(reference: str) -> str:
     module, colon, name = reference.partition(":")
     if not module.endswith(".py"):
         return reference
-    return f"{os.path.abspath(module)}{colon}{name}"
+    try:
+        return f"{os.path.abspath(module)}{colon}{name}"
+    except FileNotFoundError:  # the working directory was deleted
+        return reference
 
 
 def check_files_exist(references: Iterable[str]) -> None:

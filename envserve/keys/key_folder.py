@@ -37,7 +37,8 @@ def unknown_server_text(address: str) -> str:
     host = address.removeprefix("tcp://").rpartition(":")[0]
     return (
         f"{address}: no key of this server is known here, so its identity cannot be "
-        f'checked; run "envserve invite NAME" on {host} and "envserve join" here'
+        f'checked; run "envserve invite NAME --at {address}" on {host} and "envserve '
+        f'join" here'
     )
 
 
@@ -73,11 +74,9 @@ class KeyFolder:
           KeyFileError: The file cannot be read, or other users can read it.
         """
         path = self.path / f"{role}.key"
-        word = "" if role == "server" else " client"
+        command = "envserve keys new" + (" client" if role == "client" else "")
         text = private_files.read_private(
-            path,
-            ", and create a new one if others may have read it: "
-            f"envserve keys new{word}",
+            path, f", and create a new one if others may have read it: {command}"
         )
         if text is None:
             return None
@@ -87,7 +86,9 @@ class KeyFolder:
                 formats.decode(formats.SECRET, "".join(lines).strip())
             )
         except CodecError as error:
-            raise KeyFileError(f"{display_path(path)}: {error}") from None
+            raise KeyFileError(
+                f"{display_path(path)}: {error}; restore it, or run {command}"
+            ) from None
 
     def ensure_key(self, role: Role) -> KeyPair:
         """Return this user's key pair for a role; create it if there is none."""

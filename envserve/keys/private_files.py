@@ -42,7 +42,7 @@ def read_private(path: Path, remedy: str = "") -> str | None:
     """
     with _as_key_file_error(path, "read"):
         try:
-            _check_owner_and_mode(path.parent, os.stat(path.parent), "chmod 700")
+            _check_folder(path.parent)
             file = open_regular(path, _MAX_BYTES, follow_links=False)
         except FileNotFoundError:
             return None
@@ -65,6 +65,15 @@ def _as_key_file_error(path: Path, verb: str) -> Iterator[None]:
         raise KeyFileError(
             f"{display_path(path)} cannot be {verb}: {error.strerror}; {remedy}"
         ) from None
+
+
+def _check_folder(folder: Path) -> None:
+    stat_result = os.stat(folder)
+    if not stat.S_ISDIR(stat_result.st_mode):
+        raise KeyFileError(
+            f"{display_path(folder)} is not a folder; set ENVSERVE_HOME to a folder"
+        )
+    _check_owner_and_mode(folder, stat_result, "chmod 700")
 
 
 def _check_owner_and_mode(path: Path, stat_result: os.stat_result, remedy: str) -> None:
@@ -90,7 +99,7 @@ def make_folder(folder: Path) -> None:
     """
     with _as_key_file_error(folder, "created"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner_and_mode(folder, os.stat(folder), "chmod 700")
+        _check_folder(folder)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,8 @@ class MetricsPort(socketserver.TCPServer):
             ) from None
         self._is_closing = threading.Event()
         self._names = {socket.gethostname().lower(), host.lower()}
+        if ":" in host:
+            self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
         except OSError as error:
@@ -69,7 +71,8 @@ class MetricsPort(socketserver.TCPServer):
                 f"cannot serve metrics on {host}:{port}: {error.strerror or error}; "
                 f"pass another --metrics-port or --metrics-host"
             ) from None
-        self.address = f"http://{host}:{self.server_address[1]}/metrics"
+        url_host = f"[{host}]" if ":" in host else host
+        self.address = f"http://{url_host}:{self.server_address[1]}/metrics"
 
     def start_serving(self, collector: Any) -> None:
         """Start a thread that serves the metrics of a Prometheus collector."""

@@ -67,6 +67,8 @@ def load_repro(path: Path) -> Repro:
             f"{path}: cannot read the repro file: {error.strerror}; the log line of "
             f"the crash names its repro file"
         ) from None
+    except ReproError as error:
+        raise ReproError(f"{path}: {error}") from None
 
 
 def describe_repro(repro: Repro) -> str:

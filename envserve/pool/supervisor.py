@@ -145,7 +145,8 @@ class SupervisedWorker:
     def stderr_note(self) -> str:
         """The end of the last process's stderr, for appending to a message."""
         excerpt = "" if self.exit is None else self.exit.stderr_excerpt
-        return f"; its stderr ends:\n{excerpt}" if excerpt else ""
+        # Logs of a lease's end contain only the first line of a message.
+        return f"\nThe end of its stderr:\n{excerpt}" if excerpt else ""
 
     def _set_state(self, state: WorkerState) -> None:
         if state not in TRANSITIONS[self.state]:

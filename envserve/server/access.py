@@ -71,7 +71,7 @@ class Access:
             if not (is_local_address(address) or self.clients.grants(self._now())):
                 raise KeyFileError(
                     f"{address} is reachable from other hosts, but no client has a key "
-                    f'yet; run "envserve invite NAME" first, or bind to '
+                    f'yet; run "envserve invite NAME --at ADDRESS" first, or bind to '
                     f"tcp://127.0.0.1"
                 )
 

@@ -118,6 +118,9 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
         packed: bytes = _pack_exactly(value) if keep_types else _pack(value)
     except CodecError:
         raise
+    except UnicodeEncodeError as error:
+        text = f"expected valid Unicode text; got {error.object!a:.200}"
+        raise CodecError(text) from None
     except Exception as error:  # a user-defined container or array may raise any error
         raise CodecError(f"cannot encode the value: {error}") from error
     check(packed)

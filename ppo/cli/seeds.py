@@ -149,11 +149,13 @@ def _terminate(running: dict[int, subprocess.Popen[bytes]]) -> None:
 def _last_output(run: RunFolder) -> str:
     """Return the error that a run's process reported, or its last line of output.
 
-    Return an empty string if the folder of the run was removed.
+    The commands that a finished run suggests are omitted. Return an empty string if the
+    folder of the run was removed.
     """
-    lines: list[str] = []
+    text = ""
     with contextlib.suppress(FileNotFoundError):
-        lines = (run.path / "output.log").read_text(errors="replace").splitlines()
+        text = (run.path / "output.log").read_text(errors="replace")
+    lines = text.partition("\nNext:\n")[0].splitlines()
     return ([line for line in lines if line.startswith("Error: ")] or lines or [""])[-1]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from envserve.cli.logs import nonblocking_output, set_up_logs
-from envserve.cli.options import Count, LogFormat, Port, Resources, Seconds
+from envserve.cli.options import Count, Host, LogFormat, Port, Resources, Seconds
 from envserve.cli.program import GivenOptions, Option
 from envserve.cli.terminal import console
 from envserve.errors import EnvserveError, SpaceError, WrapperError
@@ -88,7 +88,7 @@ def train(
     page: Annotated[bool, _WATCHING] = False,
     film: Annotated[bool, _WATCHING] = False,
     metrics_port: Annotated[Port | None, _WATCHING] = None,
-    metrics_host: Annotated[str, _WATCHING] = "127.0.0.1",
+    metrics_host: Annotated[Host, _WATCHING] = "127.0.0.1",
     on: Annotated[Literal["ray"] | None, _RAY] = None,
     learners: Annotated[Count | None, _RAY] = None,
     resources: Resources = None,
@@ -198,7 +198,7 @@ def train(
                     if resume is not None or not run.remove_if_unused():
                         screen.print(f"Run folder: {run.path}")
         if is_finished and not index:
-            _finish(screen, plan, film)
+            _finish(screen, plan, film, can_film=monitors.can_render)
             monitors.finish_page()
         return 3 if restartable and not is_finished else 0
 
@@ -353,6 +353,7 @@ class Monitors(contextlib.ExitStack):
     Attributes:
         finish_page: Function to call after the run. It waits until no browser shows the
             page, or until Ctrl-C.
+        can_render: Whether the envs can render images, as far as is known.
     """
 
     def __init__(
@@ -362,6 +363,7 @@ class Monitors(contextlib.ExitStack):
         self._screen, self._has_page, self._metrics = screen, has_page, None
         self._env: BatchEnv | None = None
         self.finish_page: Callable[[], None] = lambda: None
+        self.can_render = True
         self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
@@ -381,7 +383,12 @@ class Monitors(contextlib.ExitStack):
 
     def begin(self, env: "BatchEnv", plan: Plan) -> None:
         """Start the monitors; `env` is the training env."""
+        from envserve.client.vector_env import metadata_of
+
         self._env = env
+        if not plan.env_source.addresses:  # servers may hide the metadata
+            modes = metadata_of(env).get("render_modes")
+            self.can_render = "rgb_array" in (modes or ())
         if self._has_page:
             from envserve.monitoring.local_status_server import LocalStatusServer
             from envserve.monitoring.page.serve import finish_page, page_process
@@ -406,12 +413,11 @@ class Monitors(contextlib.ExitStack):
         self._screen.show(progress)
 
 
-def _finish(screen: Screen, plan: Plan, is_filmed: bool) -> None:
+def _finish(screen: Screen, plan: Plan, is_filmed: bool, *, can_film: bool) -> None:
     """Record an episode if requested, and print commands that the user may run next."""
     from ppo.evaluation.rendering import prepare_filming
 
     path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
-    can_film = True
     try:
         prepare_filming(plan.config, plan.env_source.addresses)
         if is_filmed:

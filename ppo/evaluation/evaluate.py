@@ -340,9 +340,10 @@ def _play(
         _check_lost_episodes(env, np.where(unfinished, tracker.consecutive_lost, 0))
         if idle_steps >= time_limit + _MAX_IDLE_STEPS:
             raise EnvsLostError(
-                f"{env!r}: expected {episodes} episodes, but {unfinished.sum()} envs "
-                f"have not completed their episodes: every episode in the last "
-                f"{idle_steps:,} steps had a lost step; see the log for the reasons."
+                f"{env.spec.env_name}: expected {episodes} episodes, but "
+                f"{unfinished.sum()} envs have not completed their episodes: every "
+                f"episode in the last {idle_steps:,} steps had a lost step; see the "
+                "log for the reasons."
             )
     all_episodes = itertools.chain.from_iterable(played)
     evaluation = Evaluation.from_episodes(all_episodes)
@@ -351,9 +352,9 @@ def _play(
 
 def _warn_of_endless_episodes(env: BatchEnv, time_limit: int) -> None:
     _LOGGER.warning(
-        f"{env!r}: an episode of the evaluation was cut off, because it did not end "
-        f"within {time_limit:,} steps (evaluation_time_limit). If the env has no time "
-        f"limit, {TIME_LIMIT_REMEDY}"
+        f"{env.spec.env_name}: an episode of the evaluation was cut off, because it "
+        f"did not end within {time_limit:,} steps (evaluation_time_limit). If the env "
+        f"has no time limit, {TIME_LIMIT_REMEDY}"
     )
 
 
@@ -367,8 +368,9 @@ def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
     worst = int(np.argmax(lost_in_a_row))
     if lost_in_a_row[worst] >= _MAX_LOST_IN_A_ROW:
         raise EnvsLostError(
-            f"Env {worst} of {env!r}: expected complete episodes, but each of the "
-            f"last {lost_in_a_row[worst]} had a lost step; see the log for the reasons."
+            f"Env {worst} of {env.spec.env_name}: expected complete episodes, but each "
+            f"of the last {lost_in_a_row[worst]} had a lost step; see the log for the "
+            "reasons."
         )
 
 

@@ -74,11 +74,15 @@ def rendering_env_maker(
         try:
             return make_env(num_envs=num_envs, seed=seed)
         except EnvStartError as error:
-            if not error.remote_traceback or "render_mode" not in _last_line(error):
+            text = _last_line(error)
+            is_refused = "keyword argument 'render_mode'" in text or (
+                error.remote_traceback and "render_mode" in text
+            )
+            if not is_refused:  # by the env; a server may not allow the argument
                 raise
             raise VideoError(
                 f"{config.env_name}: expected an env that accepts "
-                f"render_mode='rgb_array'; {_last_line(error)}."
+                f"render_mode='rgb_array'; {text}."
             ) from error
 
     return make_rendering_env

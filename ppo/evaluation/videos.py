@@ -135,8 +135,8 @@ def play_episode(
             return Episode(0, total_reward, length)
         observation = step.observation
     raise EnvDataError(
-        f"{env!r}: expected the episode to end within {_MAX_STEPS:,} steps; "
-        f"{TIME_LIMIT_REMEDY}"
+        f"{env.spec.env_name}: expected the episode to end within {_MAX_STEPS:,} "
+        f"steps; {TIME_LIMIT_REMEDY}"
     )
 
 
@@ -171,8 +171,8 @@ def _record(
                 return episode
             video.discard()
     raise EnvsLostError(
-        f"{env!r}: expected a complete episode, but the last {_MAX_LOST_IN_A_ROW} were "
-        "lost in a row; see the log for the reasons."
+        f"{env.spec.env_name}: expected a complete episode, but the last "
+        f"{_MAX_LOST_IN_A_ROW} were lost in a row; see the log for the reasons."
     )
 
 

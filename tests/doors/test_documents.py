@@ -151,7 +151,7 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
             for name in ("sim1", "sim2")
         )
         (client,) = blocks(ROOT / "docs" / "first-server.md", "python")
-        client = client.replace("tcp://127.0.0.1:5555", one)
+        client = client.replace("tcp://127.0.0.1:5555", one).replace("+ 60", "+ 2")
         (folder / "client.py").write_text(client)
         yield {
             "tcp://127.0.0.1:5555": one,

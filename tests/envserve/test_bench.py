@@ -18,7 +18,8 @@ from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
 from envserve.cli.app import PROGRAM
-from envserve.errors import EnvStartError, UnknownEnv
+from envserve.envs.user_envs import name_and_imports
+from envserve.errors import EnvError, EnvStartError, UnknownEnv
 from envserve.text import install_command
 from envserve.worker.orphans import child_processes
 from tests.command_line import invoke
@@ -154,6 +155,21 @@ def test_bare_loops_raise_if_the_env_is_unknown() -> None:
     load = Workload("CartPole-v9", 1, 1, 0.01)
     with pytest.raises(UnknownEnv), bare_loops(load):
         pass
+
+
+@pytest.mark.parametrize("fault", ["raise RuntimeError", "os._exit(1)"])
+def test_bare_loops_raise_if_an_env_fails(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / f"failing_{len(fault)}.py").write_text(
+        "import os\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        f"class Failing(CartPoleEnv):\n    def step(self, action): {fault}\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `check` adds the file's folder
+    name, modules = name_and_imports(f"{file}:Failing")
+    load = Workload(name, 1, 1, 0.01, import_modules=modules)
+    with bare_loops(load) as measure, pytest.raises(EnvError, match="an env raised"):
+        measure()
 
 
 def test_the_order_of_cases_alternates_between_turns() -> None:

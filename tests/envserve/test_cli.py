@@ -219,12 +219,15 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
 @pytest.mark.parametrize(
     ("options", "code", "text"),
     [
-        (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME" first'),
+        (["--bind", "tcp://*:0"], 2, 'run "envserve invite NAME --at ADDRESS" first'),
         (["--bind", "tcp://0.0.0.0:0"], 2, "is reachable from other hosts"),
         (["--bind", "tcp://[::]:0"], 2, "but no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
         (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
+        (["--worker-memory-mib", "9" * 14], 2, "expected an int <= 4294967296; got"),
+        # The port would listen on all addresses.
+        (["--metrics-host", ""], 2, "--metrics-host: expected a str of length >= 1"),
         (["--lease-seconds", "nan"], 2, "--lease-seconds: expected a number > 0"),
         (["--drain-grace", "-1"], 2, "--drain-grace: expected"),
         (["--drain-grace", "inf"], 2, "--drain-grace: expected"),
@@ -252,6 +255,7 @@ def test_invalid_options_are_errors_without_a_traceback(
     ("options", "text"),
     [
         (["--address-file", "/nowhere/file"], "--address-file /nowhere/file"),
+        (["--address-file", ""], "--address-file . cannot be written"),
         (["--audit", "/nowhere/file"], "--audit: cannot write /nowhere/file"),
         (["--bind", "ipc:///no/where/envs"], "cannot listen on ipc:///no/where"),
     ],

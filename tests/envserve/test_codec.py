@@ -157,6 +157,12 @@ def test_unsupported_values_raise_codec_error_when_encoded(
         encode({"deeper": [value]}, keep_types=keep_types)
 
 
+def test_the_error_about_invalid_text_quotes_it() -> None:
+    # Python decodes the bytes of a file name that are not UTF-8 to surrogates.
+    with pytest.raises(CodecError, match=r"got 'h\\udcf6\.py'"):
+        encode({"import": ["h\udcf6.py"]})
+
+
 typed = st.recursive(
     scalars | arrays.filter(lambda array: array.ndim == 0).map(lambda array: array[()]),
     lambda inner: st.lists(inner, max_size=4).map(tuple) | st.lists(inner, max_size=4),

@@ -215,6 +215,13 @@ def test_the_command_line_overrides_variables_which_override_the_file(
     assert host.lease_seconds == HostSettings().lease_seconds
 
 
+def test_variables_can_set_all_options_of_a_server_except_those_for_ray() -> None:
+    options = options_of(start_command.start)
+    without = {option.flag for option in options if not option.variable}
+    on_ray = {"--on", "--servers", "--scale-to", "--resources"}
+    assert without == {"", "--config"} | on_ray  # the argument has no flag
+
+
 @pytest.mark.parametrize(
     ("words", "variable", "text", "preload"),
     [

@@ -194,7 +194,7 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         Finding.NEEDS_KEYS,
         "no key of this server is known here, so its identity "
         "cannot be checked; run "
-        '"envserve invite NAME" on 127.0.0.1 and "envserve join" here',
+        '"envserve invite NAME --at THIS" on 127.0.0.1 and "envserve join" here',
     ),
     "refuses": (
         (Router, SERVER, b"400"),
@@ -202,7 +202,8 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         Finding.UNKNOWN_CLIENT,
         "the server does not know this client's key "
         f"({fingerprint(CLIENT.public)}): it was never invited, has expired, or was "
-        'removed; run "envserve invite NAME" there and "envserve join" here',
+        'removed; run "envserve invite NAME --at ADDRESS" there and "envserve join" '
+        "here",
     ),
     "another": (
         (Router, OTHER),
@@ -238,9 +239,21 @@ def test_the_reason_of_a_failed_connection_is_found_and_explained(
     if finding in (Finding.NOT_ZEROMQ, Finding.SILENT):
         assert text in str(refusal)
     elif text:
-        assert str(refusal) == f"{address}: {text}"
+        assert str(refusal) == f"{address}: {text.replace('THIS', address)}"
     else:
         assert refusal is None
+
+
+def test_a_server_of_another_key_folder_is_not_taken_for_a_server_that_was_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path))
+    address = "tcp://127.0.0.1:7000"
+    keys = KeyFolder().keys_for(address)
+    text = str(connection_error(Finding.OTHER_SERVER, address, keys))
+    assert "If you started it with another ENVSERVE_HOME, set it here too" in text
+    assert str(tmp_path) in text
+    assert "joined" not in text
 
 
 def test_the_reason_is_unknown_if_an_address_is_malformed() -> None:
@@ -350,7 +363,7 @@ def test_a_lane_raises_soon_and_has_sent_nothing(
     with pytest.raises(ConnectError) as error:
         lane.finish_start(started + 60.0)
     assert time.monotonic() - started < SECONDS + SLACK_SECONDS
-    assert text in str(error.value)
+    assert text.replace("THIS", peer.address) in str(error.value)
     assert keys is None or not any(b"ENVS" in part for part in peer.received)
 
 

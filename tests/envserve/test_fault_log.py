@@ -115,7 +115,7 @@ def test_line_of_a_worker_that_dies(
     assert tail.startswith('"Fatal Python error: Segmentation fault: File ')
     assert tail.endswith(f"envserve replay {path} --import tests.oracle.probe_envs")
     text = lost.faults[0].text
-    assert text.startswith("worker 1 (envs 2 to 3) was killed by SIGSEGV; ")
+    assert text.startswith("worker 1 (envs 2 to 3) was killed by SIGSEGV\nThe end of ")
     assert "in string_at" in text
     assert len(text) < 2500
     assert "Segmentation fault" in load_repro(path).end.stderr_tail

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
+from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError, ServerLost
 from envserve.slab import Status
@@ -201,10 +202,17 @@ def test_a_flood_ends_the_wait_for_envs(host: Host) -> None:
     assert time.monotonic() - started < 30.0
 
 
+def test_the_error_of_a_probe_names_a_peer_that_sends_no_messages(host: Host) -> None:
+    address = host("no messages", MessageType.HELLO)
+    with pytest.raises(RemoteProtocolError, match=f"^{address}: expected .*; check"):
+        request_welcome(address, 60.0)
+
+
 def test_a_result_with_half_of_the_rows_is_a_protocol_error(host: Host) -> None:
-    with connect(host("half of the rows")) as batch:
+    address = host("half of the rows")
+    with connect(address) as batch:
         batch.reset()
-        with pytest.raises(RemoteProtocolError, match=r"expected .* bytes of results"):
+        with pytest.raises(RemoteProtocolError, match=f"^{address}: expected .* bytes"):
             batch.step(ACTIONS)
 
 

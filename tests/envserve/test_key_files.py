@@ -154,6 +154,22 @@ def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) ->
         read_all_files(folder)
 
 
+def test_the_error_about_a_damaged_key_states_how_to_replace_it(
+    folder: KeyFolder,
+) -> None:
+    create_all_files(folder)
+    (folder.path / "client.key").write_text("")  # a full disk, for example
+    with pytest.raises(KeyFileError, match=r"or run envserve keys new client$"):
+        folder.key("client")
+
+
+def test_a_file_in_place_of_the_key_folder_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "notes"
+    file.write_text("")
+    with pytest.raises(KeyFileError, match="notes is not a folder; set ENVSERVE_HOME"):
+        read_all_files(KeyFolder(file))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("name", [*FILES, "."])
 def test_files_of_another_user_are_rejected(folder: KeyFolder, name: str) -> None:
@@ -271,7 +287,8 @@ def test_a_client_has_keys_only_for_servers_that_it_joined(folder: KeyFolder) ->
         folder.keys_for("tcp://sim1:5555")
     assert str(caught.value) == (
         "tcp://sim1:5555: no key of this server is known here, so its identity "
-        'cannot be checked; run "envserve invite NAME" on sim1 and "envserve join" here'
+        'cannot be checked; run "envserve invite NAME --at tcp://sim1:5555" on sim1 '
+        'and "envserve join" here'
     )
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")

@@ -147,6 +147,12 @@ def test_the_metrics_host_is_a_known_name() -> None:
         assert status_for_host(port, "127.1:9100") == 200
 
 
+def test_the_port_can_listen_on_an_ipv6_address() -> None:
+    with MetricsPort(0, "::1") as port:
+        port.start_serving(ServerCollector(lambda: STATUS))
+        assert "envserve_info" in read(port.address)
+
+
 class Broken:
     def collect(self) -> list[Metric]:
         raise TimeoutError

@@ -342,8 +342,9 @@ def test_files_that_are_not_repro_files_are_rejected(
     tmp_path: Path, data: bytes
 ) -> None:
     (tmp_path / "file").write_bytes(data)
-    with pytest.raises(ReproError, match="not an envserve repro file"):
-        load_repro(tmp_path / "file")
+    file = tmp_path / "file"
+    with pytest.raises(ReproError, match=f"{file}: not an envserve repro file: "):
+        load_repro(file)
     for path, text in ((tmp_path / "none", "No such file"), (tmp_path, "Is a dir")):
         with pytest.raises(
             ReproError, match=f"{path}: cannot read the repro file: {text}"

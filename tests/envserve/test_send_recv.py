@@ -73,7 +73,7 @@ def test_recv_reads_only_from_lanes_whose_descriptor_is_readable(
         batch.reset()
         quiet.faults.end = 0.0
         batch.send([1, 1])
-        monkeypatch.setattr(outcome_queue, "_POLL_SECONDS", math.inf)
+        monkeypatch.setattr(outcome_queue, "POLL_SECONDS", math.inf)
         counts = []
         for _ in range(20):
             rows, _ = batch.recv()

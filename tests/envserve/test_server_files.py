@@ -106,6 +106,12 @@ def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> No
     assert "another server listens at this path" in refusal_at(tmp_path / "envs")
     assert server.welcome().num_names > 0
     server.end(signal.SIGTERM)
+    assert not (tmp_path / "envs").exists()
+
+
+def test_the_error_about_a_long_path_advises_a_shorter_one(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 108)
+    assert "path too long; choose a short, unused path" in refusal_at(path)
 
 
 def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:

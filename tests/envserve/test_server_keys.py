@@ -239,7 +239,8 @@ def test_a_server_listens_for_other_hosts_once_a_client_has_a_key(
     *_, message = refused.stderr.splitlines(keepends=True)
     assert message == (
         "Error: tcp://0.0.0.0:0 is reachable from other hosts, but no client has "
-        'a key yet; run "envserve invite NAME" first, or bind to tcp://127.0.0.1\n'
+        'a key yet; run "envserve invite NAME --at ADDRESS" first, or bind to '
+        "tcp://127.0.0.1\n"
     )
     homes.authorise("ann")
     port = serve(bind=("tcp://0.0.0.0:0",)).address.rpartition(":")[2]

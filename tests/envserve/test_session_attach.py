@@ -181,6 +181,7 @@ def test_spare_envs_count_as_leased() -> None:
     ("changes", "kind", "text"),
     [
         ({"env_name": "Fake-v1"}, UnknownEnv, "did you mean Fake-v0?"),
+        ({"env_name": "Walk"}, UnknownEnv, "there is only Fake-v0; if one of your"),
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
@@ -198,6 +199,7 @@ def test_envs_and_arguments_that_are_not_offered_or_allowed_are_refused(
     error = failed_client(server, **changes)
     assert isinstance(error, kind)
     assert text in str(error)
+    assert "?;" not in str(error)
     assert not server.pools
 
 

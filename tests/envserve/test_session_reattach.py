@@ -113,6 +113,15 @@ def test_a_new_lease_after_a_loss_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert caplog.messages[1:] == ["tcp://fake:1: granted a new lease after a loss"]
 
 
+def test_losses_are_logged_once_per_second(caplog: pytest.LogCaptureFixture) -> None:
+    server, client = make_pair(boot=1)
+    for loss in range(20):
+        client.invalidate("the envs are gone", 1.0 + loss / 100)
+        exchange(client, server, 1.0 + loss / 100)
+    assert client.state is ClientState.READY
+    assert len(caplog.messages) == 2, caplog.messages
+
+
 def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost() -> (
     None
 ):

@@ -48,6 +48,10 @@ class Far:
         def __init__(self, gait, **more):
             super().__init__(**more)
 
+class Small(Walk):
+    def __init__(self):
+        super().__init__(size=1)
+
 def make_walk(size=3):
     return Walk(size)
 
@@ -113,6 +117,14 @@ def test_workers_import_the_module_of_a_reference() -> None:
     path = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
     assert name_and_imports(CartPoleEnv) == (path, (path,))
     assert with_absolute_path("no_file:Walk") == "no_file:Walk"
+
+
+def test_a_deleted_working_directory_leaves_references_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert with_absolute_path("walk.py:Walk") == "walk.py:Walk"
 
 
 def test_the_error_about_an_env_that_servers_cannot_import_states_a_remedy() -> None:
@@ -231,7 +243,7 @@ def test_a_module_that_starts_envs_on_import_raises_with_a_remedy(
     path.write_text(f"{WALK}\nfrom envserve.client import BatchEnv\n")
     with path.open("a") as file:
         file.write("BatchEnv.local('script_file.py:Walk', 1)\n")
-    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:31,"):
+    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:35,"):
         import_env_modules([f"{path}:Walk"])
     assert name_and_imports("CartPole-v1")[0] == "CartPole-v1"  # the import has ended
 
@@ -324,6 +336,7 @@ def test_installed_packages_offer_envs_as_entry_points(tmp_path: Path) -> None:
         ),
         ("Far.Walk", {}, r"missing .* 'gait'; .* takes gait, render_mode, size$"),
         ("Far.Walk", {"gait": 1, "colour": 1}, "'colour'; .* takes gait, render_mode,"),
+        ("Small", {"size": 2}, "'size'; walk_file:Small takes none$"),
         ("make_walk", {"colour": 1}, "'colour'; walk_file:make_walk takes size$"),
         ("make_far", {}, r"make_far\(\) missing .* 'gait'; .*make_far takes gait$"),
     ],

@@ -1,6 +1,7 @@
 """Fake batches of envs with predictable results."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import gymnasium
@@ -45,6 +46,7 @@ class CountingBatchEnv:
     ) -> None:
         self._make_info = make_info
         self.num_envs = len(lengths)
+        self.spec = SimpleNamespace(env_name="fake")
         self.splits = (np.arange(self.num_envs),)
         self.observation_space = observation_space
         self.action_space = action_space
@@ -126,6 +128,7 @@ class ScriptedBatchEnv:
         action_space: gymnasium.Space[Any] = ACTIONS,
     ) -> None:
         self.num_envs = len(scripts)
+        self.spec = SimpleNamespace(env_name="fake")
         rows = np.arange(self.num_envs)
         self.splits = tuple(rows[first::num_splits] for first in range(num_splits))
         self.observation_space = BOX
@@ -135,9 +138,6 @@ class ScriptedBatchEnv:
         self._step_of_row = np.zeros(self.num_envs, np.int64)
         self._generators = [np.random.default_rng(row) for row in rows]
         self._observation = np.zeros((self.num_envs, 2))
-
-    def __repr__(self) -> str:
-        return "<ScriptedBatchEnv>"
 
     def reset(self) -> Any:
         self._step_of_row[:] = 0

@@ -38,7 +38,7 @@ from ppo.environments import env_maker
 from ppo.errors import RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, code_names
-from tests.ppo import failing_env
+from tests.ppo import failing_env, informing_env
 from tests.ppo.runs import ppo, save_run
 
 
@@ -533,11 +533,16 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
         evaluation_episodes=1,
         jit_compile=False,
     )
-    save_run(tmp_path / "run", config)
-    (tmp_path / "run" / "metrics.jsonl").write_text('{"iteration": 1, "steps": 100}\n')
+    without_images = config.replace(
+        env_name=informing_env.NAME, import_modules=(informing_env.__name__,)
+    )
+    for name, saved in (("run", config), ("without_images", without_images)):
+        save_run(tmp_path / name, saved)
+        row = '{"iteration": 1, "steps": 100}\n'
+        (tmp_path / name / "metrics.jsonl").write_text(row)
 
-    def proposed() -> list[str]:
-        code, output, error = ppo("train", "--resume", tmp_path / "run")
+    def proposed(name: str) -> list[str]:
+        code, output, error = ppo("train", "--resume", tmp_path / name, "--trust")
         assert (code, error) == (0, "")
         return re.findall(
             r"^  (\w+(?: [a-z]+)?) .*  # ", output.partition("\nNext:\n")[2], re.M
@@ -545,7 +550,8 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
 
     monkeypatch.setattr("ppo.cli.train.user_command", str)
     everything = ["ppo visualize", "ppo plot", "tensorboard", "ppo train"]
-    assert proposed() == everything
+    assert proposed("run") == everything
+    assert proposed("without_images") == everything[1:]
     for package in ("pygame", "matplotlib", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
-    assert proposed() == ["ppo train"]
+    assert proposed("run") == ["ppo train"]

@@ -199,7 +199,8 @@ def test_endless_episodes_are_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     assert str(evaluation).endswith("; 2 did not end and were cut off")
     (record,) = caplog.records
     assert re.search(
-        r"within 300 steps \(evaluation_time_limit\).*no time limit, train with .*"
+        r"^fake: an episode .* 300 steps \(evaluation_time_limit\).*no time limit, "
+        r"train with .*"
         r"--set 'wrappers=\[{name = \"TimeLimit\"",
         record.message,
     )

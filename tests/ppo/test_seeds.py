@@ -85,7 +85,9 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
     assert f"Resume with: ppo train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
-    run_instead(monkeypatch, RUN + "end(10.0 * seed)")
+    run_instead(
+        monkeypatch, RUN + "end(10.0 * seed); print('ended\\nNext:\\n  ppo plot')"
+    )
     code, output, _ = ppo("train", "--resume", folder)
     assert code == 0
     assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
@@ -95,7 +97,7 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     code, output, _ = ppo("train", "--resume", folder, "--set", "total_steps=128")
     assert code == 1
     assert starts(folder) == [2, 3, 2]
-    assert "seed 7 failed: exit code 0\n" in output
+    assert "seed 7 failed: ended\n" in output
     configs = [folder / name / "config.json" for name in ("", "seed-7", "seed-9")]
     values = [json.loads(path.read_text()) for path in configs]
     assert [each["seed"] for each in values] == [7, 7, 9]

@@ -180,7 +180,7 @@ def test_envs_on_a_server_can_be_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("", "accepts render_mode='rgb_array'; TypeError:"),
+        ("", "accepts render_mode='rgb_array'; env_kwargs:"),
         ("raise", "RuntimeError: no canvas; the env must support render_mode"),
         ("pygame", re.escape(install_command("video")) + " on the host that runs"),
         ("mujoco", "set MUJOCO_GL=egl or MUJOCO_GL=osmesa there"),

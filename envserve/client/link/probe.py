@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from envserve.client.link.connection import (
@@ -55,7 +56,8 @@ def request_welcome(
         Connection(address, insecure=insecure, context=context)
     ) as connection:
         answer = request(connection, hello, MessageType.WELCOME, timeout_seconds)
-    welcome = Welcome.decode(answer.body)
+    with _naming_peer(address):
+        welcome = Welcome.decode(answer.body)
     check_versions(welcome, address)
     return welcome
 
@@ -95,11 +97,12 @@ def request(
             until = min(deadline, now + SLICE_SECONDS)
             connection.wait(until - now, for_writing=not is_sent)
             continue
-        answer = decode(frames)
-        if answer.request != message.request:
-            continue
-        if answer.type is MessageType.ERROR:
-            raise exception_of(ErrorBody.decode(answer.body), address)
+        with _naming_peer(address):
+            answer = decode(frames)
+            if answer.request != message.request:
+                continue
+            if answer.type is MessageType.ERROR:
+                raise exception_of(ErrorBody.decode(answer.body), address)
         if answer.type is answer_type:
             return answer
     hint = "; another program may be listening there" if is_sent else ""
@@ -107,3 +110,14 @@ def request(
         f"{address}: no server answered within {timeout_seconds:g} s"
         f"{connection.tried_text}{hint}"
     )
+
+
+@contextlib.contextmanager
+def _naming_peer(address: str) -> Iterator[None]:
+    """Name the peer in a RemoteProtocolError."""
+    try:
+        yield
+    except RemoteProtocolError as error:
+        raise RemoteProtocolError(
+            f"{address}: {error}; check that an envserve server is listening there"
+        ) from None

@@ -26,9 +26,11 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
       ServerError: The address cannot be used.
     """
     scheme, _, rest = address.partition("://")
-    family, remedy = socketlib.AF_INET, "is another server running there?"
+    family = socketlib.AF_INET
+    remedy = "choose an address of this host and a free port; port 0 selects one"
     if scheme == "ipc":
-        family, remedy = socketlib.AF_UNIX, "choose a path in a directory that you own"
+        family = socketlib.AF_UNIX
+        remedy = "choose a short, unused path in a folder that you own"
     elif "[" in rest:
         family = socketlib.AF_INET6
     listener = socketlib.socket(family)
@@ -50,6 +52,17 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
         reason = error.strerror or error
         raise ServerError(f"cannot listen on {address}: {reason}; {remedy}") from None
     return listener, address
+
+
+def close_listener(listener: socketlib.socket) -> None:
+    """Close a socket of `listen`, and remove its file if it has one."""
+    path = listener.getsockname()
+    # The file still belongs to this socket, because no other server replaces the file
+    # while the socket is open.
+    if listener.family == socketlib.AF_UNIX and isinstance(path, str):
+        with contextlib.suppress(OSError):  # removed already, or in a read-only folder
+            os.unlink(path)
+    listener.close()
 
 
 def _bind_file(listener: socketlib.socket, path: str) -> None:

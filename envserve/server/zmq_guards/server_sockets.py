@@ -25,7 +25,7 @@ from typing import Final
 
 import zmq
 
-from envserve.server.zmq_guards.listeners import listen
+from envserve.server.zmq_guards.listeners import close_listener, listen
 from envserve.server.zmq_guards.zap import DOMAIN
 from envserve.session.server.decisions import Audit
 from envserve.wire.constants import MAX_FRAMES
@@ -287,4 +287,4 @@ class ServerSockets:
         self.stop_reading()
         self.context.destroy(linger=_LINGER_MS)
         for listener in self._listeners:
-            listener.close()
+            close_listener(listener)

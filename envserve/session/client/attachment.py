@@ -38,7 +38,7 @@ from envserve.settings import EnvRequest, copy_as
 from envserve.slab import rows_nbytes
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.text import did_you_mean
+from envserve.text import LogThrottle, did_you_mean
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.handshake import (
@@ -100,6 +100,7 @@ class Attachment:
         self.error: EnvserveError | None = None
         self.connect_error: ConnectError | None = None
         self.tried_text = ""
+        self._throttle = LogThrottle()
         self.num_leases = self.attach_id = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
@@ -193,7 +194,9 @@ class Attachment:
         self.machine.move(ClientState.READY)
         if self.lost_lease is not None:
             level = logging.WARNING if self.num_leases > 1 else logging.INFO
-            _LOGGER.log(level, "%s: granted a new lease after a loss", self.address)
+            text = "granted a new lease after a loss"
+            if (more := self._throttle.admit("lease", now)) is not None:
+                _LOGGER.log(level, "%s: %s%s", self.address, text, more)
             if self.lost_lease.stalled_at != self.address:
                 self.lost_lease.give_up_error = None
             if not blocks.in_flight:
@@ -248,7 +251,9 @@ class Attachment:
         """
         if self.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: no lease has been granted yet")
-        _LOGGER.warning("%s; requesting a new lease", error)
+        # A faulty server may end the lease at every step.
+        if (more := self._throttle.admit("loss", now)) is not None:
+            _LOGGER.warning("%s; requesting a new lease%s", error, more)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
         # If the server was already silent (an interrupted call may have been waiting
@@ -302,10 +307,10 @@ class Attachment:
         error = exception_of(body, self.address)
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
-            error = UnknownEnv(
-                f"{error}{hint}; if one of your modules registers the env, start the "
-                f"server with `envserve start --import MODULE`"
-            )
+            if not hint.endswith("?"):
+                hint += "; if one of your modules registers the env, start the "
+                hint += "server with `envserve start --import MODULE`"
+            error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
         if self.client_blocks is not None and is_lost:
@@ -408,8 +413,8 @@ class Attachment:
         is_slow = now >= since + self._timeouts.operation_seconds
         limit = "operation_timeout" if is_slow else "server_lost_after"
         error = ServerLost(
-            f"{self.address}: {text}, so the server counts as lost; check that it "
-            f"runs, read its log, or raise {limit}"
+            f"{self.address}: {text}, so the server counts as lost; check it with "
+            f"`envserve health {self.address}`, read its log, or raise {limit}"
         )
         if not self._timeouts.pads_lost_rows or state is ClientState.CLOSING:
             self.fail(error)

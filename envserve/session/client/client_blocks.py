@@ -501,7 +501,8 @@ class ClientBlocks:
                     self._writer.write(outcomes, request, body, payload, self.lost)
                     if request.type is MessageType.RESET and self._is_next_step:
                         self._defer_first(outcomes[0], request)
-                except RemoteProtocolError as error:
+                except RemoteProtocolError as violation:
+                    error = RemoteProtocolError(f"{self.address}: {violation}")
                     self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
             collected += outcomes

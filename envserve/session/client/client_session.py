@@ -191,7 +191,7 @@ class ClientSession:
         client_blocks = self.client_blocks
         outcomes = client_blocks.collect()
         if client_blocks.protocol_error is not None and not self.state.is_over:
-            self.abort(client_blocks.protocol_error)
+            self.attachment.abort(client_blocks.protocol_error)
         return outcomes
 
     def invalidate(self, text: str, now: float) -> None:

@@ -25,6 +25,7 @@ from envserve.errors import ConnectError
 from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import KeyFolder, unknown_server_text
 from envserve.keys.key_pair import CurveKeys
+from envserve.keys.private_files import display_path
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 #: Time without a connection before the first diagnosis, and time between diagnoses.
@@ -230,7 +231,6 @@ def connection_error(
         return ConnectError(unknown_server_text(address))
     if finding is Finding.REFUSED:
         return ConnectError(f"{address}: {_refused_text(address)}")
-    server = fingerprint(keys[0]) if keys else ""
     client = fingerprint(keys[1].public) if keys else ""
     nothing = "nothing was sent; " if keys else ""
     ask = "is `envserve start` running there, on that port?"
@@ -248,14 +248,31 @@ def connection_error(
         "you trust",
         Finding.UNKNOWN_CLIENT: f"the server does not know this client's key "
         f"({client}): it was never invited, has expired, or was removed; run "
-        f'"envserve invite NAME" there and "envserve join" here',
-        Finding.OTHER_SERVER: f"the server does not have the key that it had when you "
-        f"joined (expected {server}): it is another server, has a new key, or is a man "
-        f"in the middle; nothing was sent; if it was set up again, join again: "
-        f"envserve join --replace",
+        f'"envserve invite NAME --at ADDRESS" there and "envserve join" here',
+        Finding.OTHER_SERVER: _other_key_text(address, keys),
     }
     text = texts.get(finding)
     return None if text is None else ConnectError(f"{address}: {text}")
+
+
+def _other_key_text(address: str, keys: CurveKeys | None) -> str:
+    """Return the text for a server that does not have the expected key."""
+    folder, expected = KeyFolder(), fingerprint(keys[0]) if keys else ""
+    own = folder.key("server")
+    if keys is not None and own is not None and own.public == keys[0]:
+        return (
+            f"expected the key of this user's servers ({expected}), because no other "
+            f"key is recorded for this address; the server has another key. If you "
+            f"started it with another ENVSERVE_HOME, set it here too (the key folder "
+            f"is {display_path(folder.path)}); if another user did, run "
+            f'"envserve invite NAME --at {address}" there and "envserve join" here; '
+            f"nothing was sent"
+        )
+    return (
+        f"the server does not have the key that it had when you joined (expected "
+        f"{expected}): it is another server, has a new key, or is a man in the middle; "
+        f"nothing was sent; if it was set up again, join again: envserve join --replace"
+    )
 
 
 def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
