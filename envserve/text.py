@@ -67,6 +67,16 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", _CLONE.sub("'.", text))
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number and a noun, such as "1 episode" or "1,000 episodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def with_article(noun: str) -> str:
+    """Return a noun with its indefinite article, such as "an int" or "a list"."""
+    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+
+
 def did_you_mean(env_name: str, known: Iterable[str]) -> str:
     """Return "; did you mean A or B?" with the known names that are similar.
 

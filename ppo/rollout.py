@@ -259,6 +259,7 @@ class EpisodeTracker:
         self._has_invalid_step = np.zeros(num_envs, np.bool_)
         self.consecutive_lost = np.zeros(num_envs, np.int64)
 
+    @np.errstate(over="ignore", invalid="ignore")  # sums of very large rewards
     def add(
         self, rollout: Rollout, infos: Mapping[tuple[int, int], Any] = {}
     ) -> list[Episode]:

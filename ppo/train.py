@@ -245,7 +245,7 @@ class _Loop:
         evaluation = self._evaluator.evaluate()
         self._evaluated = {
             "evaluation_return": evaluation.mean_return,
-            "evaluation_return_std": float(np.std(evaluation.returns)),
+            "evaluation_return_std": evaluation.std_return,
             "evaluation_length": float(np.mean(evaluation.lengths)),
             "evaluation_seconds": time.perf_counter() - started,
         }

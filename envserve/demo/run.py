@@ -26,6 +26,7 @@ from envserve.envs.seeding import draw_root_seed
 from envserve.envs.user_envs import env_name_of
 from envserve.errors import EnvTimeout, ServerError
 from envserve.slab import Status
+from envserve.text import counted
 from envserve.worker.reset_signature import complete_reset_signature
 
 Array = np.ndarray[Any, Any]
@@ -116,7 +117,7 @@ class Demo:
 
     def __str__(self) -> str:
         num_checked, num_wrong = self.row["rows_checked"], self.row["demo_wrong"]
-        faults = "1 fault" if self.num_faults == 1 else f"{self.num_faults:,} faults"
+        faults = counted(self.num_faults, "fault")
         return f"{num_checked:,} transitions checked, {faults}, {num_wrong:,} wrong"
 
     def absent_rows(self) -> Array:

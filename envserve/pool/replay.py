@@ -24,7 +24,7 @@ from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.regular_file import open_regular
 from envserve.slab import Status
 from envserve.spaces import codec
-from envserve.text import exception_line, one_line
+from envserve.text import counted, exception_line, one_line
 from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
 
 OnFrame = Callable[[float, Any], None]
@@ -82,7 +82,9 @@ def describe_repro(repro: Repro) -> str:
     else:
         caveats.append("its random numbers are not recorded")
     if played.num_missing:
-        missing = f"{_format_actions(played.num_missing)} before these are not recorded"
+        missing = (
+            f"{counted(played.num_missing, 'action')} before these are not recorded"
+        )
         caveats.insert(0, missing)
     if played.misses_options:
         caveats.append("options of this reset or an earlier one are not recorded")
@@ -95,7 +97,7 @@ def describe_repro(repro: Repro) -> str:
     cause = one_line(exception_line(repro.end.text))
     lines = [
         f"{env}, incarnation {played.incarnation}",
-        f"{start}, then {_format_actions(len(played.actions[0]))}",
+        f"{start}, then {counted(len(played.actions[0]), 'action')}",
         f"ended with {repro.end.status.name}: {cause}",
     ]
     if caveats:
@@ -154,7 +156,7 @@ def _receive_result(
             if on_frame:
                 on_frame(*codec.decode(message.payload))
         elif message.kind is MessageKind.READY:
-            text = f"did not crash in {_format_actions(len(repro.played.actions[0]))}"
+            text = f"did not crash in {counted(len(repro.played.actions[0]), 'action')}"
             if repro.end.status is Status.OK:  # a flight record, without a fault
                 return ReplayResult(True, f"to its end: {text}", number)
             return ReplayResult(False, text, number)
@@ -215,7 +217,3 @@ def _signature(end: End) -> tuple[object, ...]:
         # The line begins with the class of the exception.
         return end.status, exception_line(end.text).partition(":")[0]
     return end.status, end.is_violation
-
-
-def _format_actions(number: int) -> str:
-    return "1 action" if number == 1 else f"{number} actions"

@@ -18,6 +18,7 @@ from envserve.settings import EnvRequest, NonFinite
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Leaf, flatten
 from envserve.spaces.variable_length import encode_row
+from envserve.text import with_article
 
 Array = np.ndarray[Any, Any]
 
@@ -263,4 +264,4 @@ def _describe(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     size = f" of {len(value)}" if isinstance(value, (tuple, list, dict)) else ""
-    return f"a {type(value).__name__}{size}"
+    return f"{with_article(type(value).__name__)}{size}"

@@ -152,6 +152,7 @@ class ReturnScale:
         """Factor to multiply rewards by, float32 scalar; 1 before the first update."""
         return tf.cast(tf.math.rsqrt(self._moments.variance + 1e-8), tf.float32)
 
+    @np.errstate(over="ignore", invalid="ignore")  # sums of very large rewards
     def update(
         self,
         reward: np.ndarray,

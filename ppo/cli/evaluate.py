@@ -1,5 +1,6 @@
 """The command `ppo evaluate`: compute the mean return of a checkpoint's policy."""
 
+from envserve.text import counted
 from ppo.cli.options import (
     Checkpoint,
     Connect,
@@ -40,7 +41,7 @@ def evaluate(
         make_env = env_maker(
             config, source.addresses, num_workers, source.import_modules
         )
-        screen.phase(f"evaluating {config.evaluation_episodes} episodes")
+        screen.phase(f"evaluating {counted(config.evaluation_episodes, 'episode')}")
         evaluation = evaluate_run(config, run_folder, make_env, which=which)
         screen.print(str(evaluation))
         if remark := mode_remark(evaluation, config, run_folder):

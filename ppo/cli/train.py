@@ -17,7 +17,7 @@ from envserve.cli.options import Count, Host, LogFormat, Port, Resources, Second
 from envserve.cli.program import GivenOptions, Option
 from envserve.cli.terminal import console
 from envserve.errors import EnvserveError, SpaceError, WrapperError
-from envserve.text import install_command
+from envserve.text import counted, install_command
 from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
@@ -293,7 +293,7 @@ def _train(
         if not is_training:
             screen.phase("evaluating", is_transient=True)
             return make_env(num_envs=num_envs, seed=seed)
-        screen.phase(f"starting {num_envs} envs")
+        screen.phase(f"starting {counted(num_envs, 'env')}")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)
         monitors.begin(env, plan)
         screen.phase("compiling")
@@ -326,7 +326,7 @@ def _train(
             f"{result.steps:,} steps. {_resume_hint(run_folder)}"
         )
         return False
-    screen.phase(f"evaluating {config.evaluation_episodes} episodes")
+    screen.phase(f"evaluating {counted(config.evaluation_episodes, 'episode')}")
     evaluation = evaluate_run(config, run_folder, make_env, result.agent)
     screen.phase("")
     screen.print(str(evaluation))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from envserve.cli.options import Count
+from envserve.text import counted
 from ppo.cli.options import (
     Checkpoint,
     Connect,
@@ -77,7 +78,7 @@ def film(
         result = f"return {episode.total_reward:.1f}, {episode.length} steps"
         screen.print(f"{path}: {result}")
 
-    number = "1 episode" if episodes == 1 else f"{episodes} episodes"
+    number = counted(episodes, "episode")
     screen.phase(f"filming {number}", is_transient=True)
     evaluation = visualize_run(
         config,
@@ -91,5 +92,5 @@ def film(
     if episodes > 1:
         screen.print(
             f"Mean return {evaluation.mean_return:.1f}, standard deviation "
-            f"{evaluation.returns.std():.1f}, over {number}"
+            f"{evaluation.std_return:.1f}, over {number}"
         )

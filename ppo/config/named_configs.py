@@ -16,6 +16,7 @@ from typing import Any
 
 from envserve.envs.user_envs import is_user_env
 from envserve.regular_file import open_regular
+from envserve.text import with_article
 from ppo.config.config import Config
 from ppo.errors import ConfigError, suggestion
 
@@ -443,7 +444,8 @@ def _run_config(path: Path) -> Config:
         ) from error
     config = names.get("config")
     if not isinstance(config, Config):
-        found = "no such variable" if config is None else f"a {type(config).__name__}"
+        kind = with_article(type(config).__name__)
+        found = "no such variable" if config is None else kind
         raise ConfigError(
             f"{path}: expected `config = ppo.config.Config(...)`, found {found}. If "
             f"the file contains an env, use {path}:NAME."

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvsBusy
+from envserve.text import counted
 from ppo.agent.agent import Agent
 from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
@@ -68,12 +69,18 @@ class Evaluation(NamedTuple):
         """Mean return over episodes."""
         return float(np.mean(self.returns))
 
+    @property
+    @np.errstate(over="ignore", invalid="ignore")  # squares of very large returns
+    def std_return(self) -> float:
+        """Standard deviation of the returns over episodes."""
+        return float(np.std(self.returns))
+
     def __str__(self) -> str:
         how = " with sampled actions" if self.actions == "sample" else ""
         text = (
             f"Evaluation after {self.steps or 0:,} steps: "
             f"mean return {self.mean_return:.1f} "
-            f"over {len(self.returns)} episodes{how} "
+            f"over {counted(len(self.returns), 'episode')}{how} "
             f"(lowest {self.returns.min():.1f}, "
             f"highest {self.returns.max():.1f})"
         )
@@ -87,7 +94,7 @@ class Evaluation(NamedTuple):
             "steps": self.steps,
             "episodes": len(self.returns),
             "mean_return": self.mean_return,
-            "std_return": float(np.std(self.returns)),
+            "std_return": self.std_return,
             "min_return": float(np.min(self.returns)),
             "max_return": float(np.max(self.returns)),
             "mean_length": float(np.mean(self.lengths)),
@@ -267,7 +274,7 @@ def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -
             if row["steps"] <= (evaluation.steps or 0)
         )
         trained, mean = next(before, None), evaluation.mean_return
-        error = float(np.std(evaluation.returns)) / math.sqrt(len(evaluation.returns))
+        error = evaluation.std_return / math.sqrt(len(evaluation.returns))
         if trained is not None and trained - mean > max(0.2 * abs(trained), 2 * error):
             return (
                 f"The mean return was {mean:.4g} with the most likely actions, but "

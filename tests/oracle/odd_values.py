@@ -154,6 +154,7 @@ FLAGS: Final = {
     "one-element array": Case("truncated", np.array([True]), True),
     "array": Case("terminated", ones(bool), "expected terminated and truncated to be"),
     "by agent": Case("terminated", {"a": False}, "terminated to be a bool; got a dict"),
+    "object": Case("truncated", object(), "truncated to be a bool; got an object"),
     "text": Case("truncated", "no", "expected truncated to be a bool; got a str"),
 }
 STEPS: Final = {

@@ -135,7 +135,7 @@ CONFIG_OF = "from ppo.config.config import Config\nconfig = Config(env_name='X',
     [
         (None, r"mine\.py: expected a Python file, found none"),
         ("", r"expected `config = ppo\.config\.Config\(...\)`, found no such variable"),
-        ("config = 3", r"found a int"),
+        ("config = 3", r"found an int"),
         (
             "1 / 0",
             r"executing the file raised ZeroDivisionError: division by zero",

@@ -117,6 +117,12 @@ def test_the_recurrent_state_is_reset_at_episode_ends() -> None:
         np.testing.assert_allclose(fake.actions[step], expected, atol=1e-6)
 
 
+def test_the_number_of_episodes_has_the_right_form() -> None:
+    one, two = (Evaluation(np.ones(number), np.ones(number)) for number in (1, 2))
+    assert "over 1 episode (lowest" in str(one)
+    assert "over 2 episodes (lowest" in str(two)
+
+
 def test_sampled_actions_differ_in_each_step_and_are_reproducible() -> None:
     subject = Agent(BOX, ACTIONS, SMALL)
     actions = []

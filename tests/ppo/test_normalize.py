@@ -5,6 +5,10 @@ import pytest
 import tensorflow as tf
 
 from ppo.agent.normalize import ReturnScale, RunningMoments
+from ppo.algorithms.sac.replay import Replay
+from ppo.evaluation.evaluate import Evaluation
+from ppo.rollout import EpisodeTracker
+from tests.ppo.runs import rollout_of
 
 
 def test_statistics_of_batches_are_those_of_their_concatenation(
@@ -73,6 +77,18 @@ def test_return_scale_is_the_inverse_deviation_of_discounted_returns() -> None:
     scale.update(reward[:1], done[:1], valid[:1])
     returns = [1.0, 2.5, 4.0, 10.0, 6.0]
     assert scale.factor.numpy() == pytest.approx(1 / np.std(returns))
+
+
+def test_very_large_rewards_cause_no_numpy_warnings() -> None:
+    reward, done = np.full((4, 1), 1e308), np.array([[False], [False], [True], [False]])
+    rollout = rollout_of(4, reward=reward, terminated=done)
+    ReturnScale(num_envs=1, discount=1.0).update(reward, done, rollout.valid)
+    (episode,) = EpisodeTracker(1).add(rollout)
+    assert episode.total_reward == np.inf
+    replay = Replay(4)
+    replay.add(rollout)  # float32
+    assert replay.sample((1, 1), (1, 2))["reward"] == np.inf
+    assert Evaluation(np.array([1e200, -1e200]), np.ones(2)).std_return == np.inf
 
 
 def test_lost_step_resets_the_return_and_is_not_counted() -> None:

@@ -41,6 +41,8 @@ class Replay:
             ConfigError: This host does not have enough memory for the buffer.
         """
         valid, done = rollout.valid, rollout.done[rollout.valid]
+        with np.errstate(over="ignore"):  # infinite rewards cause a `DivergedError`
+            reward = rollout.reward[valid].astype(np.float32)
 
         def next_rows(leaf: np.ndarray, final: np.ndarray) -> np.ndarray:
             rows = leaf[1:][valid]
@@ -54,7 +56,7 @@ class Replay:
             ),
             "next_observation": tf.nest.map_structure(next_rows, *observations),
             "action": rollout.action[valid],
-            "reward": rollout.reward[valid].astype(np.float32),
+            "reward": reward,
             "terminated": rollout.terminated[valid],
         }
         if not self._arrays:
