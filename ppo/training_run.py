@@ -258,5 +258,6 @@ class TrainingRun:
         return _mean([episode.total_reward for episode in self.recent])
 
 
+@np.errstate(over="ignore", invalid="ignore")  # sums of very large returns
 def _mean(values: list[float]) -> float:
     return float(np.mean(values)) if values else float("nan")

@@ -65,6 +65,7 @@ class Evaluation(NamedTuple):
         return cls(np.array(returns), np.array(lengths), steps)
 
     @property
+    @np.errstate(over="ignore", invalid="ignore")  # sums of very large returns
     def mean_return(self) -> float:
         """Mean return over episodes."""
         return float(np.mean(self.returns))

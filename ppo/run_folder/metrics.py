@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import tensorflow as tf
 
 from ppo.config.config import Config
@@ -93,7 +94,8 @@ class MetricsWriter:
             while line:
                 line = line[self._lines.write(line) :]
             for name, value in values.items():
-                tf.summary.scalar(tensorboard_tag(name), value)
+                # TensorFlow rejects Python floats that overflow float32.
+                tf.summary.scalar(tensorboard_tag(name), np.float64(value))
 
 
 def tensorboard_tag(name: str) -> str:

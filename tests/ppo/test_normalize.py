@@ -89,6 +89,7 @@ def test_very_large_rewards_cause_no_numpy_warnings() -> None:
     replay.add(rollout)  # float32
     assert replay.sample((1, 1), (1, 2))["reward"] == np.inf
     assert Evaluation(np.array([1e200, -1e200]), np.ones(2)).std_return == np.inf
+    assert Evaluation(np.array([1e308, 1e308]), np.ones(2)).mean_return == np.inf
 
 
 def test_lost_step_resets_the_return_and_is_not_counted() -> None:

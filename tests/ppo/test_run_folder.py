@@ -88,10 +88,10 @@ def test_metrics_are_written_as_json_lines_and_tensorboard_events(
     for tag in (b"rollout/mean_return", b"losses/loss", b"config", b"_hparams_/sess"):
         assert tag in events.read_bytes()
     with MetricsWriter(tmp_path, CONFIG) as writer:  # a second one appends
-        writer.write(20, {"loss": 0.25, "mean_return": 3.0})
+        writer.write(20, {"loss": 0.25, "mean_return": 1e40})  # above float32
     assert rows_of(tmp_path) == [
         {"steps": 10, "loss": 0.5, "mean_return": None},
-        {"steps": 20, "loss": 0.25, "mean_return": 3.0},
+        {"steps": 20, "loss": 0.25, "mean_return": 1e40},
     ]
 
 
