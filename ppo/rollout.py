@@ -217,6 +217,7 @@ class Episode(NamedTuple):
     """The info of the last step; empty if there is none."""
 
 
+@np.errstate(over="ignore")  # sums of very large numbers
 def info_means(episodes: Iterable[Episode]) -> dict[str, float]:
     """Return the mean of each numeric info value, under the name `info/NAME`.
 
