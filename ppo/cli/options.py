@@ -23,7 +23,7 @@ from envserve.cli.logs import StderrHandler, TextLines
 from envserve.cli.options import Count, add_working_directory, env_names
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import is_user_env, with_absolute_path
+from envserve.envs.user_envs import is_user_env, split_reference, with_absolute_path
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -160,8 +160,8 @@ class EnvOptions(NamedTuple):
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
         def new_name(reference: str) -> str:
-            file, colon, name = reference.partition(":")
-            return f"{moved.get(Path(file).name, file)}{colon}{name}"
+            file = split_reference(reference)[0]
+            return f"{moved.get(Path(file).name, file)}{reference.removeprefix(file)}"
 
         env_name, *imports = map(new_name, (config.env_name, *config.import_modules))
         return config.replace(env_name=env_name, import_modules=tuple(imports))
