@@ -169,6 +169,16 @@ def test_a_vector_env_is_called_once_even_if_its_results_are_too_large() -> None
     assert (fault.env_index, called) == (1, [5 << 20])
 
 
+def test_metadata_is_answered_without_values_that_are_not_plain() -> None:
+    metadata = {"render_fps": 30, "x": object(), (1, 2): 0, "modes": [{"y": print}]}
+    for name, expected in (("metadata", [{"render_fps": 30}]), ("x", [None])):
+        task = CallRequest.decode(encode_call(make_call([0], "get", name)))
+        outcome = decode_results(
+            run_call(task, lambda _: metadata), Block(0, 0, 1, 0, 0)
+        )
+        assert values_of(outcome.result) == expected
+
+
 def test_the_number_of_values_in_a_result_is_limited() -> None:
     block = Block(0, 0, 5, 0, 0)
     task = CallRequest.decode(encode_call(make_call([0, 1, 2, 3, 4], "get", "x")))
