@@ -39,7 +39,7 @@ AUTORESET_MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
     "disabled": AutoresetMode.DISABLED,
 }
 #: Methods that `call` rejects, because `VectorEnv` has methods of the same names.
-_NOT_CALLED: Final = frozenset({"reset", "step", "close"})
+_NOT_CALLED: Final = ("reset", "step", "close")
 
 _all: Final = np.logical_and.reduce
 _any: Final = np.logical_or.reduce

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.attribute_access import values_of
 from envserve.client.link.connection import Connection
+from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
 from envserve.spaces import codec
@@ -107,6 +109,18 @@ def test_arguments_that_cannot_be_sent_do_not_affect_the_envs(
     with pytest.raises(CallError, match="Env 1: echo: "):
         batch.call(1, "echo", argument)
     assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+def test_the_name_of_an_attribute_must_be_a_str(make_batch: MakeBatch) -> None:
+    envs = VectorEnv(make_batch(LEDGER, 2, 1, infos="all"))
+    name: Any
+    for name in (1, None, b"echo", ["echo"]):
+        for use in (envs.get_attr, envs.call, partial(envs.set_attr, values=1)):
+            with pytest.raises(
+                TypeError, match=r"name of type str; got .*(1|None|echo)"
+            ):
+                use(name)
+    assert envs.call("echo", 1) == ([1], [1])
 
 
 def test_values_that_are_too_long_for_one_message_are_set(
