@@ -106,8 +106,13 @@ def test_arguments_that_cannot_be_sent_do_not_affect_the_envs(
     make_batch: MakeBatch, argument: Any
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
-    with pytest.raises(CallError, match="Env 1: echo: "):
-        batch.call(1, "echo", argument)
+    remedy = r".*; pass a plain value, or, .* in env_kwargs"
+    with pytest.raises(CallError, match=rf"^Env 1: echo: arguments\[1\]: {remedy}"):
+        batch.call(1, "echo", 0, argument)
+    with pytest.raises(CallError, match=rf"^Env 1: echo: x: {remedy}"):
+        batch.call(1, "echo", 0, x=argument)
+    with pytest.raises(CallError, match=rf"^Env 1: difficulty: value: {remedy}"):
+        batch.set_attr("difficulty", [0, argument])
     assert batch.step(np.zeros(2, np.int64)).valid.all()
 
 
