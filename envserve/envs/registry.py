@@ -203,7 +203,8 @@ def _register(reference: str, module: ModuleType, name: str) -> str:
             callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
                 f"expected {module.__name__} to register the env {name!r}, or to "
-                f"define a class or function of this name; got neither"
+                f"define a class or function of this name; got neither (if your script "
+                f"registers it, pass only {name!r})"
                 f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
     gymnasium.registry[env_name] = spec
