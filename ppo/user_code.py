@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from envserve.envs.user_envs import split_reference
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
@@ -38,7 +39,7 @@ def load_user_code(setting: str, name: str) -> Callable[..., Any]:
         ConfigError: The module, the file or the name in it does not exist, or the
             import fails.
     """
-    source, _, attribute = name.rpartition(":")
+    source, attribute = split_reference(name)
     path = os.path.abspath(source) if source.endswith(".py") else None
     with user_code_errors(f"{setting} {name}", path):
         module = _load_file(path) if path else importlib.import_module(source)

@@ -14,7 +14,7 @@ from msgspec import Meta
 from envserve.address import DEFAULT_PORT
 from envserve.cli.program import Option
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import is_user_env, writable_by_others
+from envserve.envs.user_envs import is_user_env, split_reference, writable_by_others
 from envserve.errors import AddressError, EnvStartError, KeyFileError
 
 #: Address of a server on this host, unless it was started with --bind.
@@ -127,7 +127,7 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
       EnvStartError: Other users can write to the directory, and a module is not found
         elsewhere.
     """
-    modules = [reference.partition(":")[0] for reference in references]
+    modules = [split_reference(reference)[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
     if not missing and not always:
         return

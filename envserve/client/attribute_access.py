@@ -69,8 +69,16 @@ class AttributeAccess:
         try:
             return codec.encode([list(values), self._kwargs], keep_types=True)
         except codec.CodecError as error:
-            text = f"Env {rows[0]}: {self._name}: {error}"
-            raise CallError(text, env_index=rows[0]) from None
+            if self._kind == "set" and len(rows) > 1:
+                for row in rows:
+                    self._pack([row])  # raises the error of the first invalid value
+            named = {f"arguments[{n}]": value for n, value in enumerate(values)}
+            if self._kind == "set":
+                named = {"value": values[0]}
+            text = codec.explain(error, {**named, **self._kwargs})
+            raise CallError(
+                f"Env {rows[0]}: {self._name}: {text}", env_index=rows[0]
+            ) from None
 
     def _start(self, rows: Sequence[int]) -> None:
         """Send a request to each block that contains any of these ascending rows."""

@@ -848,6 +848,8 @@ class BatchEnv:
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> AttributeAccess:
+        if not isinstance(name, str):
+            raise TypeError(f"expected an attribute name of type str; got {name!r:.99}")
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
         return AttributeAccess(

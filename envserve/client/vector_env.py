@@ -39,7 +39,7 @@ AUTORESET_MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
     "disabled": AutoresetMode.DISABLED,
 }
 #: Methods that `call` rejects, because `VectorEnv` has methods of the same names.
-_NOT_CALLED: Final = frozenset({"reset", "step", "close"})
+_NOT_CALLED: Final = ("reset", "step", "close")
 
 _all: Final = np.logical_and.reduce
 _any: Final = np.logical_or.reduce
@@ -81,7 +81,7 @@ def parse_observation_mode(mode: Any) -> ObservationMode:
 
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
-    """Return the envs' metadata; empty if it contains values that cannot be sent."""
+    """Return the envs' metadata, without values that are not plain; may be empty."""
     try:
         return dict(batch.get_attr("metadata", [0])[0])
     except CallError:

@@ -27,7 +27,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs import user_envs
-from envserve.envs.user_envs import is_user_env, writable_by_others
+from envserve.envs.user_envs import is_user_env, split_reference, writable_by_others
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.text import did_you_mean, install_command
 from envserve.wrappers.apply import wrap
@@ -110,7 +110,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
     """
     names: list[str] = []
     for reference in references:
-        module_name, _, name = reference.partition(":")
+        module_name, name = split_reference(reference)
         if module_name == "envpool":  # EnvPool's module does not register its envs
             module_name, name = "envserve.envpool", f"envpool/{name}"
         known = set(gymnasium.registry)
@@ -203,7 +203,8 @@ def _register(reference: str, module: ModuleType, name: str) -> str:
             callables = [key for key, value in vars(module).items() if callable(value)]
             raise UnknownEnv(
                 f"expected {module.__name__} to register the env {name!r}, or to "
-                f"define a class or function of this name; got neither"
+                f"define a class or function of this name; got neither (if your script "
+                f"registers it, pass only {name!r})"
                 f"{did_you_mean(name, [*gymnasium.registry, *callables])}"
             )
     gymnasium.registry[env_name] = spec

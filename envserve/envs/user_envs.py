@@ -29,20 +29,32 @@ def is_user_env(reference: str) -> bool:
     return ":" in reference or reference.endswith(".py")
 
 
+def split_reference(reference: str) -> tuple[str, str]:
+    """Return the module or file of a reference, and the name in it or "".
+
+    A file ends with ".py", and its folders may contain colons.
+    """
+    stem, end, name = f"{reference}:".rpartition(".py:")
+    if end:
+        return f"{stem}.py", name.removesuffix(":")
+    module, _, name = reference.partition(":")
+    return module, name
+
+
 def with_absolute_path(reference: str) -> str:
     """Make the file path in a reference absolute; leave module names unchanged."""
-    module, colon, name = reference.partition(":")
+    module, _ = split_reference(reference)
     if not module.endswith(".py"):
         return reference
     try:
-        return f"{os.path.abspath(module)}{colon}{name}"
+        return f"{os.path.abspath(module)}{reference.removeprefix(module)}"
     except FileNotFoundError:  # the working directory was deleted
         return reference
 
 
 def check_files_exist(references: Iterable[str]) -> None:
     """Raise EnvStartError if a reference names a file that does not exist."""
-    for module in (reference.partition(":")[0] for reference in references):
+    for module in (split_reference(reference)[0] for reference in references):
         if module.endswith(".py") and not os.path.isfile(module):
             raise EnvStartError(f"{module}: no such file")
 
@@ -58,8 +70,8 @@ def env_name_of(env: object) -> str:
       UnknownEnv: Servers cannot import the class or function.
     """
     if isinstance(env, str):
-        file, colon, attribute = env.partition(":")
-        is_in_file = colon and file.endswith(".py")
+        file, attribute = split_reference(env)
+        is_in_file = attribute and file.endswith(".py")
         return f"{Path(file).stem}:{attribute}" if is_in_file else env
     module, name = getattr(env, "__module__", None), getattr(env, "__qualname__", None)
     if not callable(env) or not isinstance(module, str) or not isinstance(name, str):
@@ -119,11 +131,11 @@ def name_and_imports(
         )
     name = env_name_of(env)
     module = env if isinstance(env, str) else name
+    if name.endswith(".py"):
+        raise UnknownEnv(
+            f"expected an env, got the file {name}; name an env in it: {name}:MyEnv"
+        )
     if ":" not in name:
-        if name.endswith(".py"):
-            raise UnknownEnv(
-                f"expected an env, got the file {name}; name an env in it: {name}:MyEnv"
-            )
         module = module_of(name)
         packages = {Path(path).name.partition(".")[0] for path in import_modules}
         if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:

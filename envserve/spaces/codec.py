@@ -127,6 +127,24 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
     return packed
 
 
+def explain(error: Exception, arguments: Mapping[str, Any]) -> str:
+    """Return the text of an error, with the argument that cannot be encoded, if any.
+
+    Args:
+      error: The error that occurred when the arguments were encoded together.
+      arguments: Maps names of arguments to their values.
+    """
+    for name, value in arguments.items():
+        try:
+            encode(value, keep_types=True)
+        except CodecError as cause:
+            return (
+                f"{name}: {cause}; pass a plain value, or, if the envs run on this "
+                f"host, pass this one in env_kwargs"
+            )
+    return str(error)
+
+
 def decode(
     data: _Buffer, *, max_bytes: int = 1 << 20, max_values: int | None = None
 ) -> Any:

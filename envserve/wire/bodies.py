@@ -270,7 +270,8 @@ def pack_options(options: Mapping[str, Any] | None) -> bytes:
         body = codec.encode(options, keep_types=True)
         return _check_size(body, "values", MAX_OPTIONS_BYTES, MAX_OPTIONS_VALUES)
     except ValueError as error:
-        raise codec.CodecError(f"options: {error}") from None
+        named = options if isinstance(options, Mapping) else {}
+        raise codec.CodecError(f"options: {codec.explain(error, named)}") from None
 
 
 class CallBody(Body, frozen=True, kw_only=True):

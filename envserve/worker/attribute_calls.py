@@ -8,7 +8,7 @@ whose call failed has a fault, and None instead of a value.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self
 
 from envserve.errors import CallError
@@ -91,6 +91,8 @@ def run_call(
 ) -> bytes:
     """Run a call on each row, and encode the answer.
 
+    Values of an env's `metadata` that are not plain are omitted.
+
     Args:
       request: The call.
       get_value: Function that takes the position of a row in `request.rows`, and runs
@@ -111,7 +113,10 @@ def run_call(
         try:
             # Encode the value inside a list, as in the answer, so that the limit on the
             # nesting depth applies to both in the same way.
-            value = codec.encode([to_plain(get_value(position))], keep_types=True)
+            plain = to_plain(get_value(position))
+            if request.name == "metadata" and isinstance(plain, Mapping):
+                plain = {key: plain[key] for key in plain if _is_plain(key, plain[key])}
+            value = codec.encode([plain], keep_types=True)
             num_values += codec.check(value, MAX_RESULT_VALUES)
             value = value[1:]
             if len(value) > MAX_CALL_BYTES:
@@ -158,6 +163,15 @@ def run_call_on_vector_env(
         return value
 
     return run_call(request, value_of, must_answer_all=request.kind == "call")
+
+
+def _is_plain(key: Any, value: Any) -> bool:
+    """Return whether an item of an env's metadata can be sent."""
+    try:
+        codec.encode([{key: value}], keep_types=True)
+    except codec.CodecError:
+        return False
+    return True
 
 
 def _raise_too_large(position: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -184,8 +185,10 @@ def convert_reward(value: Any) -> float:
     """Convert a reward to a float; `[1]` becomes 1.0."""
     number = _single_number(value)
     if number is None:
+        is_too_large = isinstance(value, Real)
+        got = "one that exceeds float64" if is_too_large else _describe(value)
         raise SpaceViolation(
-            f"expected the reward to be a number; got {_describe(value)}; "
+            f"expected the reward to be a number; got {got}; "
             "fix the env, or return 0.0 if there is no reward"
         )
     return float(number)

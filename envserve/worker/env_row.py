@@ -202,7 +202,7 @@ class EnvRow:
         if type(reward) is not float:
             try:
                 reward = float(reward)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 reward = convert_reward(reward)
         if is_over:
             terminated = convert_flag("terminated", terminated)

@@ -53,6 +53,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from envserve.envs.user_envs import split_reference
 from envserve.errors import EnvserveError
 from envserve.python_process import python_command
 from envserve.spaces import codec
@@ -297,7 +298,7 @@ class _Template:
                     num_preloaded += 1
             elif not self._import_error:
                 self._import_error = _import_error([name])
-            file = Path(name.partition(":")[0]).name
+            file = Path(split_reference(name)[0]).name
             files = dict.fromkeys(_thread_ids(), file) | files
         names, error = [], self._import_error
         if lists_names and not error:

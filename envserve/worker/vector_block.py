@@ -172,9 +172,11 @@ class VectorBlock:
         values = rewards, terminated, truncated
         for name, target, value in zip(_COLUMNS, columns, values, strict=True):
             array = np.asarray(value)
-            if array.shape != target.shape:
-                text = f"expected {name} {[*target.shape]}; got {[*array.shape]}"
-                raise SpaceViolation(text)
+            if array.shape != target.shape or array.dtype.kind not in "biuf":
+                raise SpaceViolation(
+                    f"expected {name} to be {[*target.shape]} numbers; got "
+                    f"{array.dtype}{[*array.shape]}; fix the env"
+                )
             self._write_array(name, target, array)
         ended = rows.terminated | rows.truncated
         begun = _NO_INFOS

@@ -24,7 +24,12 @@ from envserve.cli.logs import StderrHandler, TextLines
 from envserve.cli.options import Count, add_working_directory, env_names
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
-from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
+from envserve.envs.user_envs import (
+    env_name_of,
+    is_user_env,
+    split_reference,
+    with_absolute_path,
+)
 from envserve.errors import (
     AddressError,
     EnvserveError,
@@ -167,8 +172,8 @@ class EnvOptions(NamedTuple):
         moved = {Path(file).name: file for file in modules if file.endswith(".py")}
 
         def new_name(reference: str) -> str:
-            file, colon, name = reference.partition(":")
-            return f"{moved.get(Path(file).name, file)}{colon}{name}"
+            file = split_reference(reference)[0]
+            return f"{moved.get(Path(file).name, file)}{reference.removeprefix(file)}"
 
         return _with_renamed_code(config, new_name)
 
@@ -422,7 +427,7 @@ def resolve_env_source(
     """
     from envserve.client.link.discovery import resolve
 
-    files = {Path(name.partition(":")[0]).name for name in _code(config)}
+    files = {Path(split_reference(name)[0]).name for name in _code(config)}
     moved = {name for name in files if name.endswith(".py")}
     moved -= {Path(name).name for name in source.import_modules}
     source = options.applied_to(source)

@@ -20,7 +20,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from envserve.envs.user_envs import is_user_env
+from envserve.envs.user_envs import is_user_env, split_reference
 from envserve.errors import KeyFileError
 from envserve.keys import private_files
 from envserve.keys.key_folder import KeyFolder
@@ -80,7 +80,7 @@ def describe_code(
     """
     parts = []
     for setting, names in code_names(config, source).items():
-        shown = [n for n in names if not {n, n.partition(":")[0]} & {*typed}]
+        shown = [n for n in names if not {n, split_reference(n)[0]} & {*typed}]
         suffix = " without keys" if setting == "connect" and config.insecure else ""
         parts += [f"{', '.join(shown)} ({setting}{suffix})"] if shown else []
     return one_line("; ".join(parts))
@@ -145,13 +145,11 @@ def _resolve(name: str, folder: Path | None) -> str:
     absolute. Names of modules that are not in the working directory are returned
     unchanged.
     """
-    # The file of an env ends at the first colon, the file of a function at the last.
-    ends = name.partition(":")[0], name.rpartition(":")[0]
-    files = [source for source in ends if source.endswith(".py")]
-    top = ends[0].partition(".")[0]
-    # The name of a file that has been removed still has the same digest.
-    missing = files[0] if files else ""
-    found = next(filter(os.path.exists, (*files, top, f"{top}.py")), missing)
+    source = split_reference(name)[0]
+    top = source.partition(".")[0]
+    found = next(filter(os.path.exists, (top, f"{top}.py")), "")
+    if source.endswith(".py"):
+        found = source  # even if it was removed, so that the digest is the same
     if not found:
         return name
     path, shown = Path(found).resolve(), name.removeprefix(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.attribute_access import values_of
 from envserve.client.link.connection import Connection
+from envserve.client.vector_env import VectorEnv
 from envserve.errors import CallError, CodecError
 from envserve.lane import Block
 from envserve.spaces import codec
@@ -104,9 +106,26 @@ def test_arguments_that_cannot_be_sent_do_not_affect_the_envs(
     make_batch: MakeBatch, argument: Any
 ) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 1)
-    with pytest.raises(CallError, match="Env 1: echo: "):
-        batch.call(1, "echo", argument)
+    remedy = r".*; pass a plain value, or, .* in env_kwargs"
+    with pytest.raises(CallError, match=rf"^Env 1: echo: arguments\[1\]: {remedy}"):
+        batch.call(1, "echo", 0, argument)
+    with pytest.raises(CallError, match=rf"^Env 1: echo: x: {remedy}"):
+        batch.call(1, "echo", 0, x=argument)
+    with pytest.raises(CallError, match=rf"^Env 1: difficulty: value: {remedy}"):
+        batch.set_attr("difficulty", [0, argument])
     assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+def test_the_name_of_an_attribute_must_be_a_str(make_batch: MakeBatch) -> None:
+    envs = VectorEnv(make_batch(LEDGER, 2, 1, infos="all"))
+    name: Any
+    for name in (1, None, b"echo", ["echo"]):
+        for use in (envs.get_attr, envs.call, partial(envs.set_attr, values=1)):
+            with pytest.raises(
+                TypeError, match=r"name of type str; got .*(1|None|echo)"
+            ):
+                use(name)
+    assert envs.call("echo", 1) == ([1], [1])
 
 
 def test_values_that_are_too_long_for_one_message_are_set(
@@ -167,6 +186,16 @@ def test_a_vector_env_is_called_once_even_if_its_results_are_too_large() -> None
     fault, _ = decode_results(answer, block).faults
     assert "expected at most 4 MiB" in fault.text
     assert (fault.env_index, called) == (1, [5 << 20])
+
+
+def test_metadata_is_answered_without_values_that_are_not_plain() -> None:
+    metadata = {"render_fps": 30, "x": object(), (1, 2): 0, "modes": [{"y": print}]}
+    for name, expected in (("metadata", [{"render_fps": 30}]), ("x", [None])):
+        task = CallRequest.decode(encode_call(make_call([0], "get", name)))
+        outcome = decode_results(
+            run_call(task, lambda _: metadata), Block(0, 0, 1, 0, 0)
+        )
+        assert values_of(outcome.result) == expected
 
 
 def test_the_number_of_values_in_a_result_is_limited() -> None:

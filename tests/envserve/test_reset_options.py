@@ -98,7 +98,7 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"level": object()}, "options: .*object"),
+        ({"a": 1, "level": object()}, "options: level: .*object; .* in env_kwargs"),
         ({1: 2}, "options: expected a str"),
         ([1], "options: expected a map"),
         ({"image": np.zeros(20_000, np.uint8)}, "options: .* at most 16384 bytes"),

@@ -50,6 +50,7 @@ MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
 class Numbered(gymnasium.Env[Any, Any]):
     """An env whose infos contain its number; action 2 raises an exception."""
 
+    metadata: dict[str, Any] = {"render_fps": 30, "x": object()}  # noqa: RUF012
     observation_space = Box(-1, 1, (2,))
     action_space = Discrete(3)
 
@@ -103,6 +104,7 @@ def test_each_function_creates_the_env_of_its_row(
         envserve.make_vec(env_fns, num_workers=2, **options)
     ) as envs:
         assert envs.num_envs == 3
+        assert envs.metadata["render_fps"] == 30
         assert envs.reset(seed=1)[1]["number"].tolist() == [0, 1, 2]
         # The second exception in a row also makes the pool replace the worker.
         for actions in ([0, 2, 0], [0, 2, 0], [0, 0, 0]):

@@ -99,6 +99,15 @@ def test_a_client_attaches_again_if_the_server_restarts_during_the_build() -> No
     assert state_of(client) is ClientState.READY
 
 
+def test_a_server_that_restarts_again_and_again_during_the_build_is_an_error() -> None:
+    client = try_to_attach(FakeServer(boot=1, builds_at_once=False))
+    for boot in range(2, 18):
+        assert not state_of(client).is_over
+        client.advance(boot)
+        exchange(client, FakeServer(boot=boot, builds_at_once=False), boot)
+    assert "was restarted 16 times before it granted the envs" in str(client.error)
+
+
 def test_a_detach_frees_the_envs_and_may_be_repeated() -> None:
     server, client = make_pair()
     client.begin_close(0.0)

@@ -97,6 +97,7 @@ def walk_file(tmp_path: Path) -> str:
         ("../a/my_env.py:Walk", "my_env:Walk"),
         ("my_env.py:Far.Walk", "my_env:Far.Walk"),
         ("a/my_env.py", "a/my_env.py"),
+        ("c:d/my_env.py:Walk", "my_env:Walk"),
         (CartPoleEnv, "gymnasium.envs.classic_control.cartpole:CartPoleEnv"),
         (make_env, "envserve.envs.registry:make_env"),
     ],
@@ -117,6 +118,7 @@ def test_workers_import_the_module_of_a_reference() -> None:
     path = "gymnasium.envs.classic_control.cartpole:CartPoleEnv"
     assert name_and_imports(CartPoleEnv) == (path, (path,))
     assert with_absolute_path("no_file:Walk") == "no_file:Walk"
+    assert with_absolute_path("c:d/b.py") == f"{here}/c:d/b.py"
 
 
 def test_a_deleted_working_directory_leaves_references_unchanged(
@@ -277,9 +279,9 @@ def test_the_error_about_a_missing_env_lists_the_known_ones(
         offered_names([str(tmp_path / "empty_file.py")])
     with pytest.raises(UnknownEnv, match=r"expected walk_file.* to register .*'nope'"):
         import_env_modules([f"{walk_file}:nope"])
-    with pytest.raises(UnknownEnv, match=r"got neither; did you mean Walk\?"):
+    with pytest.raises(UnknownEnv, match=r"neither \(.*\); did you mean Walk\?"):
         import_env_modules([f"{walk_file}:Wlak"])
-    with pytest.raises(UnknownEnv, match=r"the env 'np', .*; got neither$"):
+    with pytest.raises(UnknownEnv, match=r"the env 'np', .* pass only 'np'\)$"):
         import_env_modules([f"{walk_file}:np"])  # exists, but is not callable
     import_env_modules([walk_file])
     text = (
@@ -360,6 +362,9 @@ def test_an_error_inside_a_constructor_is_not_replaced(walk_file: str) -> None:
 
 
 def test_workers_run_user_envs(walk_file: str) -> None:
+    folder = Path(walk_file).parent / "c:d"
+    folder.mkdir()
+    walk_file = shutil.move(walk_file, str(folder))
     with BatchEnv.local(
         f"{walk_file}:make_walk", 2, 1, env_kwargs={"size": 5}
     ) as batch:

@@ -176,6 +176,7 @@ def test_a_value_outside_the_spaces_raises(make_batch: MakeBatch) -> None:
         "nan": "expected observation 'x' to be finite; got nan",
         "wrong_shape": r"expected observation 'x' float32\[2, 2\]; got float32\[1, 2\]",
         "wrong_keys": "expected a dict with",
+        "no_reward": r"expected reward to be \[2\] numbers; got object\[2\]",
     }.items():
         batch = faulty(make_batch, fault)
         with pytest.raises(EnvError, match=text):

@@ -144,6 +144,7 @@ REWARDS: Final = {
     "dict": Case("reward", {"a": 1}, "reward to be a number; got a dict of 1"),
     "complex": Case("reward", 1j, "reward to be a number; got a complex"),
     "text": Case("reward", "good", "reward to be a number; got a str"),
+    "huge int": Case("reward", 10**400, "a number; got one that exceeds float64"),
     "nan": Case("reward", NAN, "expected a finite reward; got nan"),
     "inf": Case("reward", F4(INF), "expected a finite reward; got inf"),
 }

@@ -82,9 +82,12 @@ class WalksEnv(SyncVectorEnv):
     def step(self, actions: Any) -> Any:
         if actions[0] == 3 and self._fault in BREAKDOWNS:
             BREAKDOWNS[self._fault](math.inf)
+        others: list[Any]
         observation, *others = super().step(actions)
         if actions[0] == 3 and self._fault in _BREAKS:
             observation = _BREAKS[self._fault](observation)
+        if actions[0] == 3 and self._fault == "no_reward":
+            others[0] = [None, *others[0][1:]]
         return observation, *others
 
     def double(self, number: int) -> int:

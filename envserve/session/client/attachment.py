@@ -26,6 +26,7 @@ from envserve.errors import (
     LocalProtocolError,
     ProtocolMismatch,
     RemoteProtocolError,
+    ServerError,
     ServerLost,
     UnknownEnv,
 )
@@ -63,6 +64,8 @@ _ANSWER_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.
 _POLL_SECONDS: Final = 3.0
+#: Number of restarts of the server before the first lease that end the session.
+_MAX_RESTARTS: Final = 16
 
 
 class Attachment:
@@ -101,7 +104,7 @@ class Attachment:
         self.connect_error: ConnectError | None = None
         self.tried_text = ""
         self._throttle = LogThrottle()
-        self.num_leases = self.attach_id = 0
+        self.num_leases = self.attach_id = self._num_restarts = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
         self.granted_by, self.is_rejected, self.awaits_poll = "", False, False
@@ -276,6 +279,12 @@ class Attachment:
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.client_blocks is None:  # there was no lease to lose
+            self._num_restarts += 1
+            if self._num_restarts == _MAX_RESTARTS:
+                text = f"the server was restarted {_MAX_RESTARTS} times before it "
+                text += "granted the envs; read its log"
+                self.abort(ServerError(f"{self.address}: {text}"))
+                return
             self._requests.change_session()
             self.send_hello(now)
         else:
