@@ -75,10 +75,10 @@ class AttributeAccess:
             named = {f"arguments[{n}]": value for n, value in enumerate(values)}
             if self._kind == "set":
                 named = {"value": values[0]}
-            text = codec.explain(error, {**named, **self._kwargs})
-            raise CallError(
-                f"Env {rows[0]}: {self._name}: {text}", env_index=rows[0]
-            ) from None
+            text = f"{self._name}: {codec.explain(error, {**named, **self._kwargs})}"
+            if not rows:
+                raise CallError(text) from None
+            raise CallError(f"Env {rows[0]}: {text}", env_index=rows[0]) from None
 
     def _start(self, rows: Sequence[int]) -> None:
         """Send a request to each block that contains any of these ascending rows."""
