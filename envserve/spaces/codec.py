@@ -119,7 +119,7 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
     except CodecError:
         raise
     except UnicodeEncodeError as error:
-        text = f"expected valid Unicode text; got {error.object!a:.200}"
+        text = f"expected a valid Unicode text; got {error.object!a:.200}"
         raise CodecError(text) from None
     except Exception as error:  # a user-defined container or array may raise any error
         raise CodecError(f"cannot encode the value: {error}") from error

@@ -150,7 +150,7 @@ def _resolve(name: str, folder: Path | None) -> str:
     found = next(filter(os.path.exists, (top, f"{top}.py")), "")
     if source.endswith(".py"):
         found = source  # even if it was removed, so that the digest is the same
-    if not found:
+    if not found or "\0" in found:
         return name
     path, shown = Path(found).resolve(), name.removeprefix(found)
     if folder is not None and path.is_relative_to(folder.resolve()):

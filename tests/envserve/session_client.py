@@ -26,6 +26,7 @@ class SessionClient:
         env_name: str = LEDGER,
         *,
         session: int = 5,
+        client_name: str = "",
         **changes: object,
     ) -> None:
         self.connection = Connection(address)
@@ -36,6 +37,7 @@ class SessionClient:
             Timeouts(connect_seconds=40.0),
             session=session,
             now=time.monotonic(),
+            client_name=client_name,
         )
         self._driver = SessionDriver(self.session, self.connection)
         self.wait_for(lambda: self.session.state is ClientState.READY or self.is_over)
