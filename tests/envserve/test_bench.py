@@ -8,8 +8,10 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import gymnasium
 import pytest
 from gymnasium.error import DependencyNotInstalled
 
@@ -157,9 +159,18 @@ def test_bare_loops_raise_if_the_env_is_unknown() -> None:
         pass
 
 
+@pytest.fixture
+def registry() -> Iterator[None]:
+    """Remove envs that a test registers, because later batches would pickle them."""
+    before = dict(gymnasium.registry)
+    yield
+    gymnasium.registry.clear()
+    gymnasium.registry.update(before)
+
+
 @pytest.mark.parametrize("fault", ["raise RuntimeError", "os._exit(1)"])
 def test_bare_loops_raise_if_an_env_fails(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, registry: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (file := tmp_path / f"failing_{len(fault)}.py").write_text(
         "import os\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"

@@ -3,7 +3,7 @@
 import math
 import urllib.request
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -54,8 +54,9 @@ def test_metrics_of_an_evaluation_are_served_until_the_next_one() -> None:
     printed: list[str] = []
     screen: Any = SimpleNamespace(print=printed.append, show=lambda _: None)
     env: Any = SimpleNamespace(stats=lambda: STATS)
+    plan: Any = SimpleNamespace(env_source=SimpleNamespace(addresses=["tcp://sim1"]))
     with Monitors(screen, has_page=False, port=0, host="127.0.0.1") as watchers:
-        watchers.begin(env, plan=cast(Any, None))
+        watchers.begin(env, plan)
         for steps, metrics in enumerate([{"evaluation_return": 5.0}, {"kl": 0.25}]):
             watchers.show(Progress(steps, 0.0, 0.0, 0, metrics))
         found = read(printed[0].removeprefix("Metrics: "))
