@@ -315,7 +315,7 @@ def _train(
             learners=learners,
         )
     if result.lost_steps:
-        screen.print(f"{result.lost_steps:,} steps were lost because envs failed.")
+        screen.print(f"Envs failed, which cost {counted(result.lost_steps, 'step')}.")
     if not learners.is_chief:
         screen.print(f"Learner {learners.index} finished after {result.steps:,} steps.")
         return result.is_finished

@@ -349,9 +349,9 @@ def _play(
         if idle_steps >= time_limit + _MAX_IDLE_STEPS:
             raise EnvsLostError(
                 f"{env.spec.env_name}: expected {episodes} episodes, but "
-                f"{unfinished.sum()} envs have not completed their episodes: every "
-                f"episode in the last {idle_steps:,} steps had a lost step; see the "
-                "log for the reasons."
+                f"{counted(int(unfinished.sum()), 'env')} did not complete all of "
+                f"them: every episode in the last {idle_steps:,} steps had a lost "
+                "step; see the log for the reasons."
             )
     all_episodes = itertools.chain.from_iterable(played)
     evaluation = Evaluation.from_episodes(all_episodes)
