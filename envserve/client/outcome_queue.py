@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Sequence, Set
-from typing import Any, Final
+from typing import Final
 
 from envserve.client.row_set import BatchBlock
 from envserve.errors import EnvserveError, LocalProtocolError
@@ -87,15 +87,16 @@ class OutcomeQueue:
 
         If the caller waits for all blocks, wait for one lane after the other, except
         for lanes with absent envs. Otherwise, do not block, and skip lanes whose
-        descriptors are not readable, unless it is time to poll all lanes.
+        descriptors are not readable, unless envs are absent or it is time to poll all.
         """
         has_outcomes, needs_all = False, min_finished == len(waiting)
         now = time.monotonic()
         if needs_all or now >= self._poll_at:
-            lanes: list[Any] = list(self._positions)
+            lanes = list(self._positions)
             self._poll_at = now + POLL_SECONDS
         else:
-            lanes = [key.fileobj for key, _ in self._watch().select(0)]
+            readable = {key.fileobj for key, _ in self._watch().select(0)}
+            lanes = [x for x in self._positions if x in readable or x.absent]
         for lane in lanes:
             expected = len(waiting & self._positions[lane])
             if not (expected or lane.is_busy):

@@ -110,6 +110,27 @@ def test_a_lane_is_watched_until_the_caller_waits_for_it_alone(
     assert select.select([lane.fileno()], [], [], 20)[0]
 
 
+def test_a_block_is_not_absent_once_its_result_was_collected(
+    lane: RemoteLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, its next step would be padding with an outdated observation."""
+    run = SessionDriver.run
+
+    def receive_results_of_absent_blocks(driver: SessionDriver, now: float) -> None:
+        run(driver, now)
+        blocks = driver.session.client_blocks
+        blocks.absent, blocks.absent_is_stale = frozenset({0, 1}), True
+
+    lane.fileno()
+    submit(lane, 1)
+    monkeypatch.setattr(SessionDriver, "run", receive_results_of_absent_blocks)
+    monkeypatch.setattr(SessionDriver, "is_idle", lambda *_: False)
+    left = {0, 1}
+    while left:
+        left -= {outcome.block for outcome in lane.collect(0)}
+        assert lane.absent <= left
+
+
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_large_rows_are_received_completely(
     serve: Serve,

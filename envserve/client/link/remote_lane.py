@@ -262,6 +262,8 @@ class RemoteLane:
                 raise
             if now >= driver.due_at or (self._is_watched and not driver.is_idle(now)):
                 self._run(now)
+            elif self._is_watched:
+                self._signal_changes()
             self._is_updating = False
 
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
@@ -303,6 +305,10 @@ class RemoteLane:
                 self._waker.sleep()
                 if not driver.is_idle(now):
                     driver.run(now)
+            # `run` may have received results of absent blocks. If `absent` still listed
+            # them, their next step would be padding with outdated observations.
+            if operations.absent_is_stale:
+                operations.refresh_absent()
             outcomes = session.collect()
             self._is_updating = False
             return outcomes
@@ -333,13 +339,17 @@ class RemoteLane:
             self._run(now)
 
     def _run(self, now: float) -> None:
-        """Run the session; make the descriptor readable if outcomes were received."""
+        """Run the session; make the descriptor readable if `collect` is due."""
         self._is_updating = True
         self._driver.run(now)
+        self._signal_changes()
+        self._is_updating = False
+
+    def _signal_changes(self) -> None:
+        """Make the descriptor readable if `collect` would change or return anything."""
         operations = self._session.attachment.client_blocks
         if operations is not None and (operations.ended or operations.absent_is_stale):
             self._waker.wake()
-        self._is_updating = False
 
     def stats(self) -> Mapping[str, int]:
         """Return counters by name; see `ClientSession.stats`."""
