@@ -227,7 +227,7 @@ def test_an_env_that_is_never_available_is_an_error(
     monkeypatch.setattr("ppo.evaluation.evaluate._MAX_IDLE_STEPS", 100)
     fake = ScriptedBatchEnv([".T", "P"])
     with pytest.raises(
-        EnvsLostError, match=r"3 episodes, but 1 envs .* last 300 steps"
+        EnvsLostError, match=r"3 episodes, but 1 env did not .* last 300 steps"
     ):
         evaluate(Agent(BOX, ACTIONS, SMALL), as_batch_env(fake), 3, time_limit=200)
 
