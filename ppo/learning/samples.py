@@ -8,6 +8,7 @@ has K = T / L sequences, so S = K * B. Sequence k * B + b contains steps k * L t
 (k + 1) * L - 1 of env b.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,22 @@ from ppo.agent.agent import Agent
 from ppo.agent.networks.recurrent import is_pending
 from ppo.config.config import Config
 from ppo.rollout import Rollout
+
+
+def sum_of_steps(
+    step: Callable[[tf.Tensor], tf.Tensor], count: int, size: int
+) -> tf.Tensor:
+    """Return the sum of `step(index)` for each index below `count`, float32 `[size]`.
+
+    The steps are taken one after the other, in a loop within the graph. AutoGraph would
+    take seconds to convert such a loop.
+    """
+    _, total = tf.while_loop(
+        lambda index, _: index < count,
+        lambda index, total: (index + 1, total + step(index)),
+        (tf.constant(0), tf.zeros([size])),
+    )
+    return total
 
 
 class StepSampler:

@@ -91,10 +91,9 @@ def with_note(error: Exception) -> Exception:
 def test_the_cause_of_a_traceback_names_the_exception(
     raised: Exception, cause: str
 ) -> None:
-    try:
+    with pytest.raises(type(raised)) as caught:
         raise raised
-    except Exception:
-        text = traceback.format_exc()
+    text = "".join(traceback.format_exception(caught.value))
     for part in (text, text.partition("\n")[2]):  # the start may be cut
         assert Fault(0, Status.ENV_ERROR, part).cause == cause
         error = EnvError("Env 0", remote_traceback=part)

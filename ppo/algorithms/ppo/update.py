@@ -23,7 +23,7 @@ from ppo.errors import DivergedError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
-from ppo.learning.samples import SequenceSampler, StepSampler
+from ppo.learning.samples import SequenceSampler, StepSampler, sum_of_steps
 from ppo.rollout import Rollout
 
 METRICS = (
@@ -89,7 +89,7 @@ class Updater:
             "schedules": tf.train.Checkpoint(**self._schedules.trackables),
         }
         can_compile = config.jit_compile and learners.num == 1  # see `_jit`
-        # AutoGraph would take seconds to convert this code; see `_jit`.
+        # AutoGraph converts only calls of a user's network; see `_jit`.
         self._compiled = tf.function(
             self._update, autograph=False, jit_compile=can_compile
         )
@@ -284,16 +284,11 @@ class Updater:
         minibatches = self._sampler.minibatches(samples, count, seed)
         num_valid = self._learners.sum(tf.reduce_sum(minibatches["weight"], axis=1))
 
-        def step(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def step(index: tf.Tensor) -> tf.Tensor:
             minibatch = tf.nest.map_structure(operator.itemgetter(index), minibatches)
-            metrics = self._gradient_step(minibatch, coefficients)
-            return index + 1, total + num_valid[index] * metrics
+            return num_valid[index] * self._gradient_step(minibatch, coefficients)
 
-        _, total = tf.while_loop(
-            lambda index, _: index < count,
-            step,
-            (tf.constant(0), tf.zeros([len(METRICS)])),
-        )
+        total = sum_of_steps(step, count, len(METRICS))
         return total / tf.maximum(tf.reduce_sum(num_valid), 1.0)
 
     def _gradient_step(

@@ -25,6 +25,7 @@ from ppo.config.sac import SACSettings
 from ppo.errors import ConfigError, DivergedError, UnsupportedSpaceError
 from ppo.images import is_image
 from ppo.learners import SINGLE_LEARNER, Learners
+from ppo.learning.samples import sum_of_steps
 from ppo.rollout import Rollout
 
 __all__ = ["SAC"]
@@ -86,7 +87,6 @@ class SAC(Algorithm):
             "log_temperature": self._log_temperature,
             "optimizers": self._optimizers,
         }
-        # AutoGraph would take seconds to convert this code.
         self._compiled = tf.function(
             self._update, autograph=False, jit_compile=config.jit_compile
         )
@@ -171,16 +171,12 @@ class SAC(Algorithm):
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
         """Take one gradient step per batch; return the mean of each of `METRICS`."""
 
-        def step(index: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        def step(index: tf.Tensor) -> tf.Tensor:
             batch = tf.nest.map_structure(operator.itemgetter(index), batches)
             step_seed = tf.random.experimental.stateless_fold_in(seed, index)
-            return index + 1, total + self._gradient_step(batch, step_seed)
+            return self._gradient_step(batch, step_seed)
 
-        _, total = tf.while_loop(
-            lambda index, _: index < self._num_updates,
-            step,
-            (tf.constant(0), tf.zeros([len(METRICS)])),
-        )
+        total = sum_of_steps(step, self._num_updates, len(METRICS))
         return total / self._num_updates
 
     def _gradient_step(self, batch: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
