@@ -47,6 +47,13 @@ ROOT = Path(__file__).resolve().parents[2]
 MakeEnv = Callable[[], gymnasium.Env[Any, Any]]
 
 
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """A launcher that imports this module, so that its workers need not do that."""
+    with contextlib.closing(Launcher([__name__])) as launcher:
+        yield launcher
+
+
 class Numbered(gymnasium.Env[Any, Any]):
     """An env whose infos contain its number; action 2 raises an exception."""
 
