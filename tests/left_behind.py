@@ -26,6 +26,8 @@ GRACE_SECONDS = 20.0
 #: Environment variable that identifies orphans: every child process inherits it.
 MARK_NAME = "TEST_SESSION_OF_ENVSERVE"
 MARK_VALUE = f"{os.getpid()}-{secrets.token_hex(4)}"
+#: Entries of /proc (name and inode number) of processes that this one has not started.
+FOREIGN: set[tuple[str, int]] = set()
 #: Processes that the standard library keeps until the interpreter exits.
 STANDARD_LIBRARY_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forks")
 
@@ -116,11 +118,15 @@ def running_processes() -> dict[int, Process]:
             for child in multiprocessing.active_children()
             if child.pid is not None
         }
-    return processes_among(frozenset(filter(str.isdigit, os.listdir("/proc"))))
+    with os.scandir("/proc") as folder:
+        # A new process has another inode number, even if it has the pid of an old one.
+        entries = {(each.name, each.inode()) for each in folder if each.name.isdigit()}
+    FOREIGN.intersection_update(entries)
+    return processes_among(frozenset(entries - FOREIGN))
 
 
 @functools.lru_cache(maxsize=1)
-def processes_among(pids: frozenset[str]) -> dict[int, Process]:
+def processes_among(entries: frozenset[tuple[str, int]]) -> dict[int, Process]:
     """Return the pids that belong to descendants of this process.
 
     The result is cached, because most tests start no processes, and reading /proc would
@@ -130,11 +136,15 @@ def processes_among(pids: frozenset[str]) -> dict[int, Process]:
     began = int(stat_fields("self")[19])
     every: dict[int, Process] = {}
     marked: set[int] = set()
-    for name in pids:
+    of_others: dict[int, tuple[str, int]] = {}
+    for name, inode in entries:
         try:
             fields = stat_fields(name)
-            if fields[0] == b"Z" or int(fields[19]) < began:
-                continue  # the process is older than the test run
+            if int(fields[19]) < began:  # the process is older than the test run
+                FOREIGN.add((name, inode))
+                continue
+            if fields[0] == b"Z":
+                continue
             command = (
                 read(f"/proc/{name}/cmdline")
                 .replace(b"\0", b" ")
@@ -142,16 +152,23 @@ def processes_among(pids: frozenset[str]) -> dict[int, Process]:
             )
             pid = int(name)
             every[pid] = Process(pid, int(fields[19]), int(fields[1]), command.strip())
-            if mark in read(f"/proc/{name}/environ").split(b"\0"):
+            environment = read(f"/proc/{name}/environ")
+            if mark in environment.split(b"\0"):
                 marked.add(pid)
+            elif f"{MARK_NAME}=".encode() in environment:
+                of_others[pid] = (name, inode)  # unless it is a child of this process
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # the process has ended, or belongs to another user
-    return {
+    ours = {
         pid: process
         for pid, process in every.items()
-        if pid != os.getpid()
-        and not is_standard_library_helper(process)
-        and (pid in marked or lineage(process, every)[-1].parent == os.getpid())
+        if pid in marked or lineage(process, every)[-1].parent == os.getpid()
+    }
+    FOREIGN.update(of_others[pid] for pid in of_others.keys() - ours.keys())
+    return {
+        pid: process
+        for pid, process in ours.items()
+        if pid != os.getpid() and not is_standard_library_helper(process)
     }
 
 
