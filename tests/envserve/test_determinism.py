@@ -14,7 +14,7 @@ from envserve.client import BatchEnv
 from .conftest import servers_in
 
 NUM_ENVS = 16
-NUM_STEPS = 130
+NUM_STEPS = 90
 #: HalfCheetah episodes end only at the step limit.
 LIMIT = {"name": "TimeLimit", "max_episode_steps": 40}
 

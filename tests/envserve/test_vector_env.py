@@ -37,9 +37,10 @@ from tests.oracle.identical import assert_identical
 from tests.oracle.random_envs import KINDS, RANDOM_ENV
 
 MODES = [mode.value for mode in AutoresetMode]
-#: Number of random sequences for each kind of env, mode and kind of lane: 240 in total.
-NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "5"))
+#: Number of random sequences for each kind of env, mode and kind of lane: 96 in total.
+NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "2"))
 lane_kind = local_or_tcp
+pytestmark = pytest.mark.usefixtures("one_launcher")
 
 
 def test_reset_infos_of_a_server_may_have_any_type(make_envs: MakeEnvs) -> None:
