@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import sys
@@ -32,7 +33,10 @@ LONGEST = (
     *("test_remote_lane", "test_page", "test_evaluate", "test_command_line"),
     *("test_server_restarts", "test_checkpoint", "test_send_recv", "test_export"),
     *("test_kill_and_resume", "test_three_commands", "test_determinism"),
-    "test_watched_run",
+    *("test_interrupts", "test_visualize", "test_hostile_runs", "test_launcher"),
+    *("test_custom_networks", "test_overlap", "test_trust_region", "test_objective"),
+    *("test_pool_interrupts", "test_vector_blocks", "test_lane_contract", "test_sac"),
+    *("test_act_on", "test_simulate_splits", "test_predecessor_faults", "test_report"),
 )
 
 # Hypothesis examples have no deadline, because machines may be slow and shared. They
@@ -71,6 +75,17 @@ def pytest_configure() -> None:
     # Keep caches out of it as well; `tests.ppo.runs` enables that of XLA.
     os.environ["XDG_CACHE_HOME"] = os.path.join(folder, "cache")
     os.environ["TF_XLA_FLAGS"] = ""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude what is imported from garbage collection, which it would make slow."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

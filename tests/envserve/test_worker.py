@@ -140,7 +140,8 @@ StartWorker = Callable[..., WorkerThread]
 
 
 @pytest.fixture
-def start_worker() -> Iterator[StartWorker]:
+def start_worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartWorker]:
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # it affects the whole process
     worker: list[WorkerThread] = []
 
     def start(*arguments: Any, **build: Any) -> WorkerThread:
@@ -150,7 +151,6 @@ def start_worker() -> Iterator[StartWorker]:
     yield start
     for each in worker:
         each.close()
-    gc.unfreeze()
 
 
 def test_every_env_call_changes_the_heartbeat_and_only_slow_ones_set_its_flag(
