@@ -29,6 +29,7 @@ from tests.ppo.runs import SMALL, Maker, parameters
 
 CONFIG = SMALL.replace(
     horizon=4,
+    minibatch_size=8,
     total_steps=96,  # 12 iterations
     checkpoint_every=16,
     checkpoint_seconds=1e9,

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import gymnasium
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -32,15 +33,18 @@ from tests.ppo.fakes import CountingBatchEnv, as_batch_env
 
 # Compilation takes seconds, so tests share compiled code, as runs of `ppo train` do.
 enable_compilation_cache(tf.__version__)
+# To shorten the tracebacks of errors takes time in each call of TensorFlow and Keras.
+tf.debugging.disable_traceback_filtering()
+keras.config.disable_traceback_filtering()
 
-#: Four iterations of 16 steps.
+#: Four iterations of 16 steps, each with one gradient step.
 SMALL = Config(
     env_name="fake",
     num_envs=2,
     horizon=8,
     total_steps=64,
     epochs=1,
-    minibatch_size=8,
+    minibatch_size=16,
     policy_layers=(4,),
     value_layers=(4,),
     curve_episodes=3,

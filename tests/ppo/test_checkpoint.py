@@ -31,7 +31,6 @@ CONFIG = SMALL.replace(
     minibatch_size=4,
     policy_layers=(8,),
     value_layers=(8,),
-    jit_compile=True,
 )
 
 
@@ -88,11 +87,13 @@ def saved_batch(path: Path) -> Rollout:
 def continue_from(folder: Path) -> None:
     """Restore, update on the saved batch and save the numbers, in a new process."""
     learner = Learner()
+    tf.config.run_functions_eagerly(True)
     assert learner.restore(folder / "checkpoints") == Counters(7, 700)
     learner.learn(saved_batch(folder / "batch.npz"), seed=2)
     np.save(folder / "continued.npy", learner.numbers())
 
 
+@eagerly()
 def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
     batch = saved_batch(tmp_path / "batch.npz")
     learner = Learner()
@@ -162,7 +163,6 @@ def test_adaptive_coefficients_are_restored(tmp_path: Path) -> None:
         objective="penalty",
         learning_rate_schedule="kl_adaptive",
         kl_target=1e-9,
-        jit_compile=False,
     )
     batch = saved_batch(tmp_path / "batch.npz")
     learner = Learner(config)

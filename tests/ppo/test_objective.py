@@ -133,6 +133,7 @@ def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
     config = config.replace(
         total_steps=640,
         checkpoint_every=0,
+        minibatch_size=8,
         learning_rate=0.03,
         epochs=4,
         normalize_advantages=True,
@@ -149,7 +150,10 @@ def test_the_auxiliary_loss_of_the_docs_trains_a_part_of_a_custom_network(
     file = tmp_path / "my_decoder.py"
     file.write_text(example)
     config = SMALL.replace(
-        network=f"{file}:make", objective=f"{file}:loss", learning_rate=0.01
+        network=f"{file}:make",
+        objective=f"{file}:loss",
+        minibatch_size=8,
+        learning_rate=0.01,
     )
     policy_loss = load_policy_loss(config)
     agent = Agent(BOX, ACTIONS, config)
