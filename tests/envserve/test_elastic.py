@@ -61,30 +61,38 @@ import gymnasium
 gymnasium.envs.registration.registry[{LEDGER!r}].entry_point = "no_such_module:Env"
 """
 Play = Callable[..., BatchDriver]
+Shared = dict[int, list[ServerProcess]]
 
 
 class Player(BatchDriver):
     """A driver whose steps take some time, so that servers have cores to start on."""
 
     def step(self, actions: Array | None = None) -> StepResult:
-        time.sleep(0.005)
+        time.sleep(0.02)
         return super().step(actions)
 
 
 class Source:
     """Running servers, and the file that lists their addresses."""
 
-    def __init__(self, path: Path, serve: Serve) -> None:
+    def __init__(
+        self, path: Path, serve: Serve, shared: Shared, wait_until: WaitUntil
+    ) -> None:
         self.url = f"file://{path}"
         self.servers: list[ServerProcess] = []
-        self._path, self._serve = path, serve
+        self._path, self._serve, self._wait_until = path, serve, wait_until
+        self._shared = {room: [*servers] for room, servers in shared.items()}
 
-    def start(
-        self, room: int, *options: str, is_listed: bool = True, **more: Any
-    ) -> ServerProcess:
+    def start(self, room: int, *options: str, **more: Any) -> ServerProcess:
         """Start a server that has room for `room` envs, with two blocks per lane."""
-        each = ("--envs-per-worker", str(room // 2))
-        server = self._serve(*LEDGER_OPTIONS, *each, *options, **more)
+        server = self._serve(*options_for(room), *options, **more)
+        self.list(server)
+        return server
+
+    def lend(self, room: int, *, is_listed: bool = True) -> ServerProcess:
+        """Return a server that other tests use too, so this test must not harm it."""
+        server = self._shared[room].pop()
+        self._wait_until(lambda: server.welcome().free_envs == room, 60)
         if is_listed:
             self.list(server)
         return server
@@ -95,9 +103,30 @@ class Source:
         self._path.write_text("\n".join(lines))
 
 
+def options_for(room: int) -> tuple[str, ...]:
+    return (*LEDGER_OPTIONS, "--envs-per-worker", str(room // 2))
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """Provide servers by the number of envs for which they have room."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            room: [
+                stack.enter_context(
+                    ServerProcess(tmp_path_factory.mktemp("server"), *options_for(room))
+                )
+                for _ in range(number)
+            ]
+            for room, number in ((4, 2), (8, 1))
+        }
+
+
 @pytest.fixture
-def source(tmp_path: Path, serve: Serve) -> Source:
-    return Source(tmp_path / "servers", serve)
+def source(
+    tmp_path: Path, serve: Serve, shared: Shared, wait_until: WaitUntil
+) -> Source:
+    return Source(tmp_path / "servers", serve, shared, wait_until)
 
 
 @pytest.fixture
@@ -149,7 +178,7 @@ def test_an_ipc_server_is_replaced_as_soon_as_its_socket_refuses(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
     bind = (f"ipc://{tmp_path}/first",)
-    first, other = source.start(4, bind=bind), source.start(4)
+    first, other = source.start(4, bind=bind), source.lend(4)
     player = play(4, [first.address, other.address], server_lost_after=3600.0)
     player.step()
     first.kill()
@@ -160,7 +189,7 @@ def test_an_ipc_server_is_replaced_as_soon_as_its_socket_refuses(
 def test_other_listed_servers_take_over_if_they_have_free_envs(
     source: Source, play: Play
 ) -> None:
-    servers = [source.start(room) for room in (4, 4, 8)]
+    servers = [source.start(4), source.lend(4), source.lend(8)]
     player = play(12, [server.address for server in servers])
     step_until_valid(player, np.array([], int))
     rows = rows_at(player, servers[0])
@@ -180,7 +209,7 @@ def test_rows_spread_again_when_a_server_is_back(
     That is at least one of both blocks, because the move waits for the last episode.
     """
     monkeypatch.setattr(server_pool, "SPREAD_POLL_SECONDS", 0.2)
-    first, other = source.start(8), source.start(8)
+    first, other = source.start(8), source.lend(8)
     player = play(8, autoreset=autoreset)
     player.step()
     rows = rows_at(player, first)
@@ -219,7 +248,7 @@ def test_a_lane_keeps_its_envs_until_the_target_of_its_move_has_granted_the_same
 ) -> None:
     (tmp_path / "others.py").write_text(OTHERS)
     options = ("--import", str(tmp_path / "others.py"))
-    first, full, other = source.start(4), source.start(4), source.start(4, *options)
+    first, full, other = source.lend(4), source.lend(4), source.start(4, *options)
     addresses = [server.address for server in source.servers]
     pool = server_pool.ServerPool(addresses, insecure=False)
     lane = RemoteLane(first.address, make_config(), server_pool=pool)
@@ -293,7 +322,7 @@ def test_an_interrupt_during_a_move_leaves_the_lane_on_one_server(
 
 def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> None:
     source.start(4)
-    named, looked_up = (source.start(4, is_listed=False).address for _ in range(2))
+    named, looked_up = (source.lend(4, is_listed=False).address for _ in range(2))
     sources = [named, source.url, looked_up.replace("tcp:", "dns:")]
     player = play(12, sources)
     step_until_valid(player, np.array([], int))
@@ -304,7 +333,7 @@ def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> No
 def test_servers_with_different_spaces_are_rejected_with_a_one_line_error(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
-    first = source.start(4)
+    first = source.lend(4)
     (tmp_path / "others.py").write_text(OTHERS)
     other = source.start(4, "--import", str(tmp_path / "others.py"))
     remedy = "install the same env version everywhere"
@@ -321,7 +350,7 @@ def test_a_batch_without_live_servers_waits_and_then_moves(
     player = play(4)
     player.step()
     server.kill()
-    other = source.start(4)
+    other = source.lend(4)
     assert (player.step().status == Status.SERVER_LOST).all()
     assert len(rows_at(player, other)) == 4
     assert player.step().valid.all()
@@ -330,7 +359,7 @@ def test_a_batch_without_live_servers_waits_and_then_moves(
 def test_an_unresponsive_server_is_replaced_and_its_late_messages_are_ignored(
     source: Source, play: Play
 ) -> None:
-    first, _ = source.start(4), source.start(8)
+    first, _ = source.start(4), source.lend(8)
     player = play(8, server_lost_after=5.0)
     step_until_valid(player, np.array([], int))
     rows = rows_at(player, first)
@@ -348,7 +377,7 @@ def test_an_unresponsive_server_is_replaced_and_its_late_messages_are_ignored(
 def test_rows_can_move_to_a_server_with_another_number_of_workers(
     source: Source, play: Play, workers: int
 ) -> None:
-    first, _ = source.start(4), source.start(4)
+    first, _ = source.start(4), source.lend(4)
     player = play(8, num_splits=2)
     rows = rows_at(player, first)
     blocks = player.batch.blocks
@@ -366,7 +395,7 @@ def test_rows_can_move_to_a_server_with_another_number_of_workers(
 def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
     source: Source, play: Play, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    first, _ = source.start(4), source.start(4)
+    first, _ = source.start(4), source.lend(4)
     player = play(8)
     rows = rows_at(player, first)
     (tmp_path / "others.py").write_text(OTHERS)
@@ -376,7 +405,7 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
     while message not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
     assert "observation space: expected Box(" in caplog.text
-    fit = source.start(4)
+    fit = source.lend(4)
     step_until_valid(player, rows)
     assert len(rows_at(player, fit)) == 4
 
@@ -384,7 +413,7 @@ def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
 def test_a_server_whose_key_is_unknown_gets_no_messages(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
-    first, _ = source.start(4), source.start(4)
+    first, _ = source.start(4), source.lend(4)
     player = play(8)
     rows = rows_at(player, first)
     home = {"ENVSERVE_HOME": str(tmp_path / "other")}
@@ -393,7 +422,7 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
     for _ in range(2):
         while player.step().valid[rows].all():
             pass
-    fit = source.start(4)
+    fit = source.lend(4)
     step_until_valid(player, rows)
     assert len(rows_at(player, fit)) == 4
     for rogue in rogues:
@@ -406,7 +435,7 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
 def test_a_batch_starts_with_few_servers_and_adds_later_ones(
     source: Source, play: Play, tmp_path: Path, serve: Serve
 ) -> None:
-    servers = [source.start(4) for _ in range(4)]
+    servers = [source.lend(4), source.lend(4), source.start(4), source.start(4)]
     for late in servers[2:]:
         late.kill()
     journal = tmp_path / "own"
@@ -429,7 +458,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
         def step() -> Array:
             """Step and check the result; return the padded rows."""
             nonlocal here
-            time.sleep(0.005)
+            time.sleep(0.02)
             actions = np.arange(16)
             result = batch.step(actions)
             assert result.observation.shape == (16, 4)
@@ -465,7 +494,7 @@ def test_a_server_that_cannot_create_the_envs_does_not_end_a_start(
     """It is not ready either: its only named env cannot be imported."""
     (tmp_path / "broken.py").write_text(BROKEN)
     good, bad = (
-        source.start(8),
+        source.lend(8),
         source.start(8, "--import", str(tmp_path / "broken.py"), "--env", LEDGER),
     )
     assert bad.welcome().is_starting
@@ -492,7 +521,7 @@ def part_of(result: Any, rows: Array) -> Any:
 def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
     source: Source,
 ) -> None:
-    source.start(4)
+    source.lend(4)
     connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8, seed=5)
     with connect(num_servers=2) as batch:
         batch.reset()
@@ -500,7 +529,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
         assert result.status[4:].tolist() == [Status.PENDING] * 4
         with pytest.raises(ServerLost, match="no server is available for these rows"):
             batch.get_attr("spec")
-        added = source.start(4)
+        added = source.lend(4)
         while not batch.step(np.zeros(8, np.int64)).valid.all():
             pass
         assert batch.lanes[1].name == added.address
@@ -509,7 +538,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
 
 def test_too_few_servers_are_an_error(source: Source) -> None:
     gone = source.start(4)
-    source.start(4)
+    source.lend(4)
     connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8)
     with pytest.raises(AddressError, match="now; got 3; reduce it, or pass more"):
         connect(min_servers=3)
@@ -524,10 +553,10 @@ def test_too_few_servers_are_an_error(source: Source) -> None:
 def test_rows_wait_while_the_source_of_addresses_cannot_be_read(
     source: Source, play: Play, tmp_path: Path
 ) -> None:
-    first, other = source.start(4), source.start(4)
+    first, other = source.start(4), source.lend(4)
     player = play(8)
     rows = rows_at(player, first)
-    added = source.start(4)
+    added = source.lend(4)
     listed = (tmp_path / "servers").read_text()
     (tmp_path / "servers").unlink()
     first.kill()
@@ -542,7 +571,7 @@ def test_rows_wait_while_the_source_of_addresses_cannot_be_read(
 def test_close_does_not_wait_for_a_running_poll(
     source: Source, play: Play, wait_until: WaitUntil
 ) -> None:
-    first, _ = source.start(4), source.start(4)
+    first, _ = source.start(4), source.lend(4)
     player = play(8)
     first.kill()
     while player.step().valid.all():
