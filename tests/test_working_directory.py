@@ -142,7 +142,6 @@ def test_ppo_runs_no_file_of_the_working_directory(filled: Path) -> None:
     output = run(filled, "ppo", *train, "--run-dir", runs, "--page")
     assert "Page: http://" in output
     commands = [
-        ["evaluate", runs, "--num-workers=1"],
         ["plot", runs, "--metric=entropy"],
         [*train, "--seeds=1", "--run-dir", str(filled.parent / "study")],
         ["visualize", runs, "--episodes=1"],
