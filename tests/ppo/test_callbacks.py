@@ -21,6 +21,8 @@ from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 FILE = own_callbacks.__file__
 RND = Path(__file__).parents[2] / "examples" / "rnd.py"
 

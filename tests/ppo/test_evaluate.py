@@ -50,6 +50,8 @@ from tests.ppo.runs import (
     save_run,
 )
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 CONFIG = SMALL.replace(evaluate_every=32, checkpoint_every=0, checkpoint_seconds=1e9)
 
 
@@ -274,7 +276,8 @@ def test_evaluations_do_not_affect_the_training(tmp_path: Path) -> None:
         total_steps=512,
         num_envs=4,
         horizon=32,
-        epochs=2,
+        minibatch_size=128,
+        epochs=1,
         evaluation_episodes=2,
         curve_episodes=6,
         jit_compile=False,

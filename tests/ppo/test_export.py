@@ -21,6 +21,8 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import ppo, save_run
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))
 SEED = [3, 4]
 CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {

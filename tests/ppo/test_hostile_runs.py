@@ -18,6 +18,8 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import last_iteration, read_metrics, truncate_after
 from tests.ppo.runs import ppo, save_run
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 DEEP, LONG = 100_000, "9" * 400
 #: Contents of any JSON file; None is a folder in place of the file.
 CONTENTS: dict[str, bytes | None] = {

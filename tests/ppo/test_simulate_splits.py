@@ -17,6 +17,8 @@ from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.simulate import Simulation
 from tests.ppo.runs import agent_simulation, copy
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 HORIZON = 30
 NUM_ENVS = 6
 CONFIG = Config(

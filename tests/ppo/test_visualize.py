@@ -32,6 +32,8 @@ from tests.ppo.film_env import (
 )
 from tests.ppo.runs import ppo, save_run
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 MODULES = ["tests.ppo.film_env"]
 CONFIG = Config(env_name=NAME, policy_layers=(8,), value_layers=(8,), num_envs=4)
 

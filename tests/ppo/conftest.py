@@ -1,0 +1,20 @@
+"""A fixture that makes local batches start faster."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from envserve.pool.launcher import Launcher
+from tests.envserve.conftest import pools_of
+from tests.ppo import film_env
+
+
+@pytest.fixture(scope="module")
+def one_launcher() -> Iterator[None]:
+    """Make all local batches of a module share one launcher, which starts slowly."""
+    with (
+        contextlib.closing(Launcher([film_env.__name__])) as launcher,
+        pools_of(launcher),
+    ):
+        yield
