@@ -21,7 +21,7 @@ from ppo.evaluation.videos import visualize_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.ppo import failing_env, film_env
-from tests.ppo.runs import SMALL
+from tests.ppo.runs import SMALL, eagerly
 
 CONFIG = Config(
     env_name="CartPole-v1",
@@ -211,6 +211,7 @@ WRAPPED = SMALL.replace(
 )
 
 
+@eagerly()
 def test_training_evaluation_films_and_exports_use_the_wrappers(
     tmp_path: Path,
 ) -> None:

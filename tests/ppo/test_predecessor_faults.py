@@ -188,7 +188,9 @@ def test_4_metrics_of_minibatches_are_averaged_over_valid_rows() -> None:
         rollout = make_rollout(agent, 20)
         if num_rows > 20:
             rollout = padded(rollout, num_rows)
-        entropy.append(Updater(agent, config).update(rollout, seed=(1, 2))["entropy"])
+        with eagerly(num_rows == 20):
+            metrics = Updater(agent, config).update(rollout, seed=(1, 2))
+        entropy.append(metrics["entropy"])
     by_hand = 0.5 * (1.0 + math.log(2.0 * math.pi)) + CONFIG.initial_log_std
     assert entropy == pytest.approx([by_hand, by_hand], rel=1e-5)
 
@@ -210,7 +212,7 @@ def test_5_time_limit_is_not_treated_as_termination() -> None:
 
 @eagerly()
 def test_8_every_epoch_shuffles_all_rows_again() -> None:
-    config = CONFIG.replace(minibatch_size=10, epochs=6)
+    config = CONFIG.replace(minibatch_size=10, epochs=3)
     agent = Agent(BOX, ACTIONS, config)
     seen: list[list[float]] = []
 
@@ -224,10 +226,10 @@ def test_8_every_epoch_shuffles_all_rows_again() -> None:
     assert len(set(rows)) == 50
     place = {row: index for index, row in enumerate(rows)}
     minibatches = [[place[row] for row in minibatch] for minibatch in seen]
-    epochs = [minibatches[start : start + 5] for start in range(0, 30, 5)]
+    epochs = [minibatches[start : start + 5] for start in range(0, 15, 5)]
     orders = [np.concatenate(epoch).tolist() for epoch in epochs]
     assert all(sorted(order) == list(range(50)) for order in orders)
-    assert len(set(map(tuple, orders))) == 6
+    assert len(set(map(tuple, orders))) == 3
     # Shuffling within a window could not move the last rows to the front.
     assert max(max(epoch[0]) for epoch in epochs) >= 45
     assert min(min(epoch[-1]) for epoch in epochs) < 5
