@@ -18,7 +18,7 @@ CASE = {case.name: case for case in CASES}
 #: Scales of cases for which the default is too small to cause a fault, or too slow.
 SCALES = {
     **{"kill": 0.002, "slow": 0.0005, "server-kill": 0.01, "pause": 0.002},
-    **{"network-reset": 0.02, "network-copies": 0.02, "network-retry": 0.03},
+    **{"network-reset": 0.01, "network-copies": 0.02, "network-retry": 0.03},
     **{"network-reorder": 0.02, "network-slices": 0.03, "network-latency": 0.01},
     "cancel": 0.0005,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import signal
 import subprocess
@@ -274,8 +275,10 @@ def test_import_that_ends_its_process_is_tried_once_and_named(
     assert "in a row" not in error
 
 
-@pytest.mark.parametrize("options", [(), ("--no-preload",)])
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    ("end", "options"),
+    [*zip(ENDS, itertools.cycle([(), ("--no-preload",)]), strict=False)],
+)
 def test_server_whose_import_ends_its_process_exits_with_an_error(
     folder: Path, end: str, options: tuple[str, ...]
 ) -> None:

@@ -1,9 +1,11 @@
-"""`ppo train` with real workers: stopped by signals, resumed, evaluated."""
+"""`ppo train` with real workers: stopped by signals, resumed, evaluated, watched."""
 
+import contextlib
 import fcntl
 import json
 import os
 import pty
+import queue
 import re
 import select
 import signal
@@ -11,11 +13,17 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest import mock
 from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
+from ppo.cli.progress import Screen
+from tests.envserve.page_client import Browser
 from tests.ppo.runs import eagerly, ppo, rows_of
 
 #: Timeout in seconds; TensorFlow starts slowly on a busy machine.
@@ -77,6 +85,33 @@ def fetched(url: str) -> str:
     opener = build_opener(HTTPCookieProcessor())
     with opener.open(url, timeout=_TIMEOUT) as answer:
         return answer.read().decode()
+
+
+@contextlib.contextmanager
+def printed_lines() -> Iterator[queue.Queue[str]]:
+    """Provide a queue of the lines that commands print in this process."""
+    lines = queue.Queue[str]()
+    print_line = Screen.print
+
+    def record(screen: Screen, text: str, *arguments: Any, **named: Any) -> None:
+        print_line(screen, text, *arguments, **named)
+        lines.put(text)
+
+    with mock.patch.object(Screen, "print", record):
+        yield lines
+
+
+def wait_for(words: str, lines: queue.Queue[str]) -> str:
+    """Return the first line that contains `words`."""
+    while words not in (line := lines.get(timeout=_TIMEOUT)):
+        pass
+    return line
+
+
+def signal_at(words: str, lines: queue.Queue[str], number: signal.Signals) -> None:
+    """Send a signal to this process once a line contains `words`."""
+    wait_for(words, lines)
+    os.kill(os.getpid(), number)
 
 
 class Terminal:
@@ -202,26 +237,61 @@ def test_an_interrupt_before_the_training_leaves_no_folder(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("phase", "has_begun"), [("starting TensorFlow", False), ("evaluating", True)]
-)
-def test_sigterm_outside_of_iterations_is_exit_code_3_for_a_restartable_run(
-    phase: str, has_begun: bool, tmp_path: Path
+def test_sigterm_before_the_training_is_exit_code_3_for_a_restartable_run(
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    some = ("--set", "total_steps=256", "--set", "evaluation_episodes=100000")
-    words = ("CartPole-v1", *SMALL, *some, "--run-dir", folder, "--restartable")
-    process = start("train", *words)
+    process = start("train", "CartPole-v1", "--run-dir", folder, "--restartable")
     try:
-        read_until(phase, process)
+        read_until("starting TensorFlow", process)
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=_TIMEOUT)
     finally:
         process.kill()
     assert process.returncode == 3, error
-    hint = f"Resume with: ppo train --resume {folder}"
     assert error.startswith("Stopped ")
-    assert (hint in error) == folder.exists() == has_begun
+    assert "--resume" not in error
+    assert not folder.exists()
+
+
+def test_sigterm_during_the_evaluation_is_exit_code_3_for_a_restartable_run(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    some = ("--set", "total_steps=256", "--set", "evaluation_episodes=100000")
+    words = ("CartPole-v1", *SMALL, *some, "--run-dir", folder, "--restartable")
+    with eagerly(), printed_lines() as lines, ThreadPoolExecutor() as pool:
+        terminating = pool.submit(signal_at, "evaluating", lines, signal.SIGTERM)
+        code, _, error = ppo("train", *words)
+        terminating.result()
+    assert code == 3, error
+    assert error.startswith("Stopped ")
+    assert f"Resume with: ppo train --resume {folder}" in error
+    assert folder.exists()
+
+
+def test_the_page_of_a_finished_run_stays_open_until_ctrl_c(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+
+    def watch() -> None:
+        url = wait_for("Page: ", lines).removeprefix("Page: ")
+        with Browser(url).events() as events:
+            # A browser that does not read would be disconnected.
+            events.until("run", lambda run: run["row"].get("steps") == 256)
+            wait_for("The page stays open", lines)
+            assert (folder / "evaluation.json").exists()
+            state = events.until("server", lambda state: bool(state["status"]))
+            (lease,) = state["status"]["leases"]
+            assert (lease["num_envs"], lease["absent"]) == (4, [])
+            os.kill(os.getpid(), signal.SIGINT)
+
+    options = (*SMALL, "--set", "total_steps=256", "--run-dir", folder, "--page")
+    with eagerly(), printed_lines() as lines, ThreadPoolExecutor() as pool:
+        watching = pool.submit(watch)
+        code, output, error = ppo("train", "CartPole-v1", *options)
+        watching.result()
+    assert (code, error) == (0, "")
+    assert "The page stays open" in output.splitlines()[-1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a stopped terminal differs")
