@@ -21,7 +21,9 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import code_names
 from ppo.train import train
 from tests.ppo.film_env import NAME
-from tests.ppo.runs import SMALL, Maker, counters, ppo, rows_of, run
+from tests.ppo.runs import SMALL, Maker, counters, eagerly, ppo, rows_of, run
+
+pytestmark = pytest.mark.usefixtures("one_launcher")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "a2c.py"
 A2C = SMALL.replace(
@@ -42,6 +44,7 @@ class Killed(BaseException):
     """Ends a run immediately, without a checkpoint, as SIGKILL does."""
 
 
+@eagerly()
 def test_all_commands_serve_an_algorithm_in_a_users_file(tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", iter(range(30))
 

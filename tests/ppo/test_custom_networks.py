@@ -22,6 +22,8 @@ from tests.ppo import custom_networks
 from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, eagerly, ppo, rollout_of, run, save_run
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 MODULE = custom_networks.__name__
 X = spaces.Box(-1.0, 1.0, (3,))
 CONFIG = SMALL.replace(env_name="CartPole-v1", network=f"{MODULE}:subclass")
@@ -188,6 +190,7 @@ def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> 
         Agent(X, spaces.Discrete(2), named("with_foreign_policy"))
 
 
+@eagerly()
 def test_example_of_the_docs_is_trained_saved_and_restored(
     example: Path, tmp_path: Path
 ) -> None:

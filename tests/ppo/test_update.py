@@ -33,9 +33,10 @@ CONFIG = SMALL.replace(
     normalize_advantages=True,
     policy_layers=(8,),
     value_layers=(8,),
-    jit_compile=True,
 )
+#: Compiled with XLA, which takes longer than tracing, so the other configs are not.
 EVERYTHING = CONFIG.replace(
+    jit_compile=True,
     objective="clip_and_penalty",
     learning_rate_schedule="kl_adaptive",
     max_kl=100.0,
@@ -73,12 +74,8 @@ def learner(kind: str) -> Learner:
     return {
         "gaussian": lambda: learn(CONFIG),
         "categorical": lambda: learn(CONFIG, gymnasium.spaces.Discrete(3)),
-        "once": lambda: learn(  # without XLA
-            CONFIG.replace(
-                recompute_advantages=False,
-                normalize_advantages=False,
-                jit_compile=False,
-            )
+        "once": lambda: learn(
+            CONFIG.replace(recompute_advantages=False, normalize_advantages=False)
         ),
         "everything": lambda: learn(EVERYTHING),
     }[kind]()
@@ -96,7 +93,7 @@ def test_the_ratio_is_one_before_the_first_gradient_step(kind: str) -> None:
 
 def test_the_ratio_is_one_unless_statistics_change_before_the_update() -> None:
     agent = make(CONFIG.replace(policy_layers=(64,)))
-    config = CONFIG.replace(learning_rate=0.0, minibatch_size=16, jit_compile=False)
+    config = CONFIG.replace(learning_rate=0.0, minibatch_size=16)
     updater = Updater(agent, config)
     agent.preprocess.update(5.0 + np.arange(8.0).reshape(4, 2), tf.ones([4], tf.bool))
     rollout = collect(agent)
@@ -156,7 +153,6 @@ def test_every_row_counts_once_per_epoch() -> None:
             minibatch_size=minibatch_size,
             normalize_advantages=False,
             learning_rate=0.0,
-            jit_compile=False,
         )
         agent = make(config)
         rollout = collect(agent, lost=frozenset())
@@ -207,7 +203,7 @@ def test_the_compiled_update_is_traced_once_and_has_static_shapes(kind: str) -> 
 
 def test_actions_with_rewards_become_more_likely() -> None:
     """If larger actions earn higher rewards, the most likely action becomes larger."""
-    config = CONFIG.replace(epochs=10, learning_rate=3e-3, jit_compile=False)
+    config = CONFIG.replace(epochs=10, learning_rate=3e-3)
     agent = make(config)
     updater = Updater(agent, config)
     probe = tf.constant([[0.0, 1.0]], tf.float64)
@@ -228,7 +224,7 @@ def plain(**changes: Any) -> Learner:
 
     That takes less time than tracing and compiling.
     """
-    few = {"jit_compile": False, "minibatch_size": 16, **changes}
+    few = {"minibatch_size": 16, **changes}
     return learn(CONFIG.replace(**few), is_eager=True)
 
 
