@@ -17,7 +17,7 @@ from ppo.errors import DivergedError
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Maker, counters, parameters, rows_of, run
+from tests.ppo.runs import SMALL, Maker, counters, eagerly, parameters, rows_of, run
 
 OVERLAP = SMALL.replace(overlap=True)
 
@@ -42,7 +42,8 @@ def test_snapshot_is_not_changed_by_an_update() -> None:
     snapshot = agent.snapshot()
     first = simulation.run((0, 1), snapshot)
     action = first.action.copy()
-    Updater(agent, SMALL).update(first, seed=(3, 4))
+    with eagerly():
+        Updater(agent, SMALL).update(first, seed=(3, 4))
     agent.preprocess.update(first.observation[:-1].reshape(-1, 2), tf.ones([16], bool))
     # Both use the same env, noise and snapshot, but different arrays.
     again = simulation.run((0, 1), snapshot, reset=True)

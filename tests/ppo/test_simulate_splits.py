@@ -15,7 +15,7 @@ from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.simulate import Simulation
-from tests.ppo.runs import agent_simulation, copy
+from tests.ppo.runs import agent_simulation, copy, eagerly
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -25,7 +25,7 @@ CONFIG = Config(
     env_name="CartPole-v1",
     num_envs=NUM_ENVS,
     num_splits=2,
-    minibatch_size=6,
+    minibatch_size=60,
     horizon=HORIZON,
     epochs=1,
     jit_compile=False,
@@ -202,6 +202,8 @@ def test_ratio_is_one_before_the_first_gradient_step() -> None:
     with local(2) as batch:
         agent = Agent(batch.observation_space, batch.action_space, CONFIG)
         simulation = agent_simulation(agent, InGraphBatchEnv(batch), HORIZON)
-        learned = Updater(agent, CONFIG).update(simulation.run((1, 2)), seed=(3, 4))
+        rollout = simulation.run((1, 2))
+        with eagerly():
+            learned = Updater(agent, CONFIG).update(rollout, seed=(3, 4))
     assert learned["ratio_deviation"] < 1e-5
     assert learned["approximate_kl"] > 0
