@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,21 @@ from tests.envserve.pool_driver import FAULTY, step
 from tests.envserve.server_process import LEDGER, ServerProcess
 
 
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    allowed = ("--allow-kwarg", "length", "--allow-kwarg", "fault:any")
+    folder = tmp_path_factory.mktemp("server")
+    with ServerProcess(folder, "--lease-seconds", "4", *allowed) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: ServerProcess, wait_until: WaitUntil) -> ServerProcess:
+    """A server that all tests share, once the envs of earlier tests are free."""
+    wait_until(lambda: shared_server.welcome().free_envs == 128)
+    return shared_server
+
+
 def step_lost(lane: RemoteLane) -> list[Outcome]:
     """Return the outcomes of a step on a lane that is lost, or soon will be."""
     try:
@@ -28,8 +44,7 @@ def step_lost(lane: RemoteLane) -> list[Outcome]:
         return [Outcome(0, error=error)]
 
 
-def test_two_sessions_have_separate_envs(serve: Serve, attach: Attach) -> None:
-    server = serve()
+def test_two_sessions_have_separate_envs(server: ServerProcess, attach: Attach) -> None:
     first, second = attach(server), attach(server, "CartPole-v1", 3)
     assert server.welcome().free_envs == 128 - 7
     step(first, 5)
@@ -42,31 +57,27 @@ def test_two_sessions_have_separate_envs(serve: Serve, attach: Attach) -> None:
     step(second, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("CartPole-v7", "did you mean CartPole-v1"),
-        ("Pendulum-v1", "there is only CartPole-v1"),
-    ],
-)
 def test_an_env_that_is_not_offered_is_an_error_with_similar_names(
-    serve: Serve, attach: Attach, name: str, text: str
+    serve: Serve, attach: Attach
 ) -> None:
-    with pytest.raises(UnknownEnv, match=text):
-        attach(serve("--env", "CartPole-v1"), name)
+    server = serve("--env", "CartPole-v1")
+    with pytest.raises(UnknownEnv, match="did you mean CartPole-v1"):
+        attach(server, "CartPole-v7")
+    with pytest.raises(UnknownEnv, match="there is only CartPole-v1"):
+        attach(server, "Pendulum-v1")
 
 
-def test_arguments_are_refused_unless_allowed(serve: Serve, attach: Attach) -> None:
-    server = serve("--allow-kwarg", "length")
+def test_arguments_are_refused_unless_allowed(
+    server: ServerProcess, attach: Attach
+) -> None:
     attach(server, env_kwargs={"length": 3, "render_mode": "rgb_array"})
     with pytest.raises(EnvStartError, match="'reset_seconds' may not be"):
         attach(server, env_kwargs={"reset_seconds": 9.0})
 
 
 def test_the_envs_of_a_silent_client_are_freed_when_its_lease_expires(
-    serve: Serve, join: Join, attach: Attach, wait_until: WaitUntil
+    server: ServerProcess, join: Join, attach: Attach, wait_until: WaitUntil
 ) -> None:
-    server = serve("--lease-seconds", "4")
     join(server, 100)  # from now on, this client sends nothing
     with pytest.raises(EnvsBusy):
         attach(server, LEDGER, 100)
@@ -99,9 +110,8 @@ def start_client(server: ServerProcess, *arguments: str) -> subprocess.Popen[byt
 
 
 def test_the_envs_of_a_killed_client_are_freed(
-    serve: Serve, wait_until: WaitUntil
+    server: ServerProcess, wait_until: WaitUntil
 ) -> None:
-    server = serve("--lease-seconds", "4")
     client = start_client(server)
     assert server.welcome().free_envs == 124
     client.kill()
@@ -109,8 +119,8 @@ def test_the_envs_of_a_killed_client_are_freed(
     wait_until(lambda: server.welcome().free_envs == 128)
 
 
-def test_a_client_that_does_not_close_its_lane_can_exit(serve: Serve) -> None:
-    assert start_client(serve(), "exit").wait(timeout=60) == 0
+def test_a_client_that_does_not_close_its_lane_can_exit(server: ServerProcess) -> None:
+    assert start_client(server, "exit").wait(timeout=60) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -140,9 +150,8 @@ def test_a_server_that_ends_leaves_no_processes_and_its_lane_is_lost(
 
 
 def test_a_dead_worker_does_not_affect_other_sessions(
-    serve: Serve, attach: Attach
+    server: ServerProcess, attach: Attach
 ) -> None:
-    server = serve("--allow-kwarg", "fault:any")
     lane = attach(server)
     faulty = attach(server, FAULTY, 2, env_kwargs={"fault": "kill"})
     step(lane, 3)
