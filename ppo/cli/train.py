@@ -341,9 +341,7 @@ def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
             f"The run is already at {steps:,} steps; use --set total_steps=... to "
             "train for more steps."
         )
-    for warning in filter(
-        None, (plan.decay_warning(steps), plan.replay_warning(steps))
-    ):
+    if warning := plan.decay_warning(steps):
         screen.print(warning)
 
 
