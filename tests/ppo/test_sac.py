@@ -240,10 +240,19 @@ def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
     assert "expected the last 40 transitions of the run, found 20" in caplog.text
     add_rewards(loaded, 40, 41)
     assert rewards_in(loaded) == set(range(20, 41))
+    (tmp_path / "000000000030-000000000040.npz").unlink()
+    older = Replay(100)
+    older.load(tmp_path, 40)
+    add_rewards(older, 40, 50)
+    older.save(tmp_path)
+    loaded = Replay(100)
+    loaded.load(tmp_path, 50)
+    add_rewards(loaded, 50, 51)
+    assert rewards_in(loaded) == {*range(20, 30), *range(40, 51)}
     smaller = Replay(15)
-    smaller.load(tmp_path, 40)
-    add_rewards(smaller, 40, 41)
-    assert rewards_in(smaller) == set(range(26, 41))
+    smaller.load(tmp_path, 50)
+    add_rewards(smaller, 50, 51)
+    assert rewards_in(smaller) == {*range(26, 30), *range(40, 51)}
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "pipe", "fewer"])

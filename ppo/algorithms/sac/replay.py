@@ -131,17 +131,17 @@ class Replay:
                 path.unlink()
             else:
                 by_end[end] = path, first
-        expected, first = min(num_added, self._capacity), num_added
+        newest = first = max(by_end, default=num_added)
         chain = []
-        while num_added - first < expected and first in by_end:
+        while newest - first < self._capacity and first in by_end:
             end, (path, first) = first, by_end[first]
             chain.append((path, end - first))
         for path, count in reversed(chain):
             leaves = _read(path, count)
             self._allocate(leaves, str(path))
             self._append(leaves)
-        self._num_added = self._num_saved = num_added
-        if self.size < expected:
+        self._num_added = self._num_saved = newest
+        if self.size < (expected := min(num_added, self._capacity)):
             _LOGGER.warning(
                 "%s: expected the last %d transitions of the run, found %d; learning "
                 "continues when the replay buffer contains random_steps transitions",
