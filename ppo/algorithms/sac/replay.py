@@ -202,6 +202,9 @@ def _read(path: Path, count: int) -> list[np.ndarray]:
     """
     try:
         with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            # A small compressed file can need any amount of memory.
+            if any(part.compress_type for part in arrays.zip.infolist()):
+                raise ValueError("expected no compression")
             leaves = list(arrays.values())
         lengths = {len(leaf) for leaf in leaves}
         if lengths != {count}:
