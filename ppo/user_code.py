@@ -119,8 +119,8 @@ class Callbacks:
 
     Raises:
         ConfigError: A function or class does not exist, a class cannot be instantiated,
-            or a callback does not accept the arguments run, metrics and rollout. The
-            instance of a class needs `__call__`, `before_update` or both.
+            a callback does not accept the arguments run, metrics and rollout, or an
+            instance of a class has neither `__call__` nor `before_update`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:

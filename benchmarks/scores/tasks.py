@@ -93,7 +93,7 @@ _K, _M = 10**3, 10**6
 _MEMORY = {
     **{
         "env_name": "CartPoleNoVelocity-v1",
-        "import_modules": ["benchmarks.scores.hidden"],
+        "import_modules": ["benchmarks.scores.cartpole_without_velocity"],
     },
     **{"recurrent_size": 64, "sequence_length": 32, "minibatch_size": 256},
     "learning_rate": 1e-3,

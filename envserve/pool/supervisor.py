@@ -412,7 +412,7 @@ class SupervisedWorker:
             work = (
                 f"imported {self._importing}" if self._importing else "built its envs"
             )
-            end = self.exit.while_it(work)
+            end = self.exit.describe_while(work)
         note = self._launcher.import_note if is_failure else ""
         hint = f"; {note}" if note else ""
         text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"

@@ -147,7 +147,7 @@ class Exit:
             return ""
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
 
-    def while_it(self, work: str) -> str:
+    def describe_while(self, work: str) -> str:
         """Return a description such as "exited with code 1 while it imported foo"."""
         hint = (
             "; modules and constructors must not end their process or close its "

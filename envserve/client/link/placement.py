@@ -51,37 +51,37 @@ class Placement:
         self._excluded_until: dict[str, float] = {}
         #: Servers that have been excluded at any time. Lanes that have a server do not
         #: move there.
-        self._unfit: set[str] = set()
+        self._ever_excluded: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
         #: First server of each lane. `spread` does not move a lane away from this
         #: server, because the user may have listed the server several times on purpose.
-        self._homes: dict[object, str] = {}
+        self._first_servers: dict[object, str] = {}
         self._next_spread_at = 0.0
 
-    def join(self, lane: object, address: str, num_envs: int) -> None:
+    def add(self, lane: object, address: str, num_envs: int) -> None:
         """Add a lane and the address of its server, or `NO_ADDRESS`."""
-        self.locations[lane] = self._homes[lane] = address
+        self.locations[lane] = self._first_servers[lane] = address
         self._sizes[lane] = num_envs
 
     def exclude(self, lane: object, now: float) -> None:
         """Exclude a lane's server for a minute, and leave the lane without a server."""
         self._excluded_until[self.locations[lane]] = now + EXCLUDE_SECONDS
-        self._unfit.add(self.locations[lane])
+        self._ever_excluded.add(self.locations[lane])
         self.locations[lane] = NO_ADDRESS
 
-    def settle(self, lane: object) -> None:
+    def end_search(self, lane: object) -> None:
         """Record that a lane no longer needs a different server."""
         self._searching.pop(lane, None)
         self._lost_together.discard(lane)
 
-    def leave(self, lane: object) -> None:
+    def remove(self, lane: object) -> None:
         """Remove a lane."""
-        self.settle(lane)
-        for each in (self.locations, self.targets, self._sizes, self._homes):
+        self.end_search(lane)
+        for each in (self.locations, self.targets, self._sizes, self._first_servers):
             each.pop(lane, None)
 
-    def take(
+    def assign(
         self,
         lane: object,
         now: float,
@@ -103,7 +103,8 @@ class Placement:
           The address of the server; None if there is none yet.
         """
         self.targets.pop(lane, None)
-        found, is_vacant = self._best(lane, now), self.locations[lane] == NO_ADDRESS
+        found = self._best_server(lane, now)
+        is_vacant = self.locations[lane] == NO_ADDRESS
         self._searching.setdefault(lane, now)
         if found is None:
             self._searching[lane] = now
@@ -139,22 +140,22 @@ class Placement:
         self._next_spread_at = now + SPREAD_SECONDS
         avoided = [at for at, until in self._avoided_until.items() if now < until]
         counts = self.num_lanes()
-        taken = self._unfit.union(self.targets.values(), avoided)
+        taken = self._ever_excluded.union(self.targets.values(), avoided)
         for lane in sorted(
             self.locations, key=lambda each: -counts[self.locations[each]]
         ):
             if counts[self.locations[lane]] < 2:
                 return
-            is_home = self.locations[lane] == self._homes[lane]
-            if is_home or lane in self.targets or lane in self._searching:
+            is_first_server = self.locations[lane] == self._first_servers[lane]
+            if is_first_server or lane in self.targets or lane in self._searching:
                 continue
-            found = self._best(lane, now, taken)
+            found = self._best_server(lane, now, taken)
             if found and found[0] + 2 <= counts[self.locations[lane]]:
                 self.targets[lane] = found[1]
                 self.num_free[found[1]] -= self._sizes[lane]
                 return
 
-    def refuse(self, lane: object, now: float) -> None:
+    def record_refusal(self, lane: object, now: float) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         self._avoid(self.targets.pop(lane), now)
 
@@ -169,7 +170,7 @@ class Placement:
         del counts[NO_ADDRESS]
         return counts
 
-    def _best(
+    def _best_server(
         self, lane: object, now: float, taken: Collection[str] = ()
     ) -> tuple[int, str] | None:
         """Return the number of lanes and the address of the best other server.

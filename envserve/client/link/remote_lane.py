@@ -244,7 +244,7 @@ class RemoteLane:
             now = time.monotonic()
             driver = self._driver
             if max_answer_bytes:
-                driver.accept(max_answer_bytes, now)
+                driver.raise_frame_limit(max_answer_bytes, now)
             try:
                 submit(what, now)
             except EnvserveError:  # the session was not changed
@@ -395,7 +395,7 @@ class RemoteLane:
                 self._driver.run(time.monotonic())
             self._finalizer()
         if (servers := self._driver.server_pool) is not None:
-            servers.leave(self._driver, self._close_by)
+            servers.remove(self._driver, self._close_by)
 
     def _release_lease(self) -> None:
         now = time.monotonic()
@@ -468,7 +468,7 @@ class RemoteLane:
         is_adopted = isinstance(error, LocalProtocolError)
         if error is not None and is_wanted and not is_adopted:
             _LOGGER.warning("cannot move envs to %s: %s", target, error)
-            servers.refuse(driver)
+            servers.record_refusal(driver)
         if successor is not None and (
             error is not None
             or not is_wanted

@@ -44,7 +44,13 @@ _MAX_EPISODES: Final = 64
 _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
 #: Errors that occur if a line is not a JSON object with numbers.
-_INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+_INVALID_LINE_ERRORS: Final = (
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+)
 _CURVES: Final = ("mean_return", "evaluation_return")
 #: Names of the statuses of rows without a fault.
 _NOT_LOST: Final = {Status.OK.name, Status.PENDING.name, Status.LATE.name}
@@ -369,7 +375,7 @@ class _MetricsTail:
                 steps = float(row["steps"])
                 numbers = ((k, n) for k, n in row.items() if isinstance(n, int | float))
                 self._row = {one_line(name): float(n) for name, n in numbers}
-            except _INVALID as error:
+            except _INVALID_LINE_ERRORS as error:
                 self._line_error = (
                     f"{self._path} contains an invalid line: {error!r:.200}"
                 )

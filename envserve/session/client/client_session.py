@@ -237,7 +237,7 @@ class ClientSession:
             and client_blocks is not None
             and not liveness.is_unreachable
             and now - liveness.silent_since <= PING_SECONDS
-            and client_blocks.accept_usual(request, frames[0])
+            and client_blocks.accept_usual_answer(request, frames[0])
         ):
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
             requests.remove(request.id)
@@ -290,7 +290,7 @@ class ClientSession:
             return
         liveness, client_blocks = self.requests.liveness, self.attachment.client_blocks
         if client_blocks is not None and (seconds := liveness.detect_suspension(now)):
-            self.requests.skip(seconds)
+            self.requests.exclude_suspension(seconds)
             client_blocks.absent_is_stale = True
         self.attachment.retry(now)
         has_resent = self.requests.resend_due(now)
