@@ -21,7 +21,7 @@ NUM_ENVS = 4
 
 @dataclass
 class Server:
-    """A server; a new boot number means that its envs are gone."""
+    """A server; a new boot id means that its envs are gone."""
 
     room: int = 16
     is_up: bool = True

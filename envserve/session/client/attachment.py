@@ -275,7 +275,7 @@ class Attachment:
         requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
-        """Handle a restart of the server, which a new boot number has revealed."""
+        """Handle a restart of the server, which a new boot id has revealed."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.client_blocks is None:  # there was no lease to lose

@@ -258,7 +258,7 @@ class ClientSession:
             client_blocks.absent_is_stale = True
             _LOGGER.warning("%s: the server answers again", self.address)
         liveness.record_message(now)
-        # A WELCOME with a new boot number does not count as a restart, because it may
+        # A WELCOME with a new boot id does not count as a restart, because it may
         # be a delayed message from before a restart.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:

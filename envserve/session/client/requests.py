@@ -132,7 +132,7 @@ class Requests:
 
     Attributes:
       session: Number of the session.
-      boot: Boot number of the server; 0 until its WELCOME arrives.
+      boot: Boot id of the server; 0 until its WELCOME arrives.
       epoch: Number of the lease; 0 until it is granted.
       outbox: Frames to send, by request id, in sending order; the transport deletes
         entries that it has sent.
