@@ -171,7 +171,7 @@ class TrainingRun:
         """
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
-            "".join(numbers).encode()  # raises an error if a name has surrogates
+            "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {self.config.algorithm}: expected `{method}` to return a "

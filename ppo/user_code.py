@@ -185,7 +185,7 @@ class Callbacks:
                     )
                 if invalid := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
-                "".join(numbers).encode()  # raises an error if a name has surrogates
+                "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
                 numbers = {key: float(value) for key, value in numbers.items()}
         names = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in names if not k.startswith("evaluation_")}

@@ -477,7 +477,10 @@ class Launcher:
             _LOGGER.warning(
                 "the template process (pid %d) %s%s, and %d workers with it; a new "
                 "template forks the next workers",
-                *(self._process.pid, reason, end, num_killed),
+                self._process.pid,
+                reason,
+                end,
+                num_killed,
             )
         self._is_updating = False
 

@@ -61,11 +61,14 @@ _AFTER_ANY_PROCESS: Final = {WorkerState.BACKOFF, WorkerState.ENDED}
 TRANSITIONS: Final[dict[WorkerState, set[WorkerState]]] = {
     WorkerState.BACKOFF: {WorkerState.STARTING, WorkerState.ENDED},
     WorkerState.STARTING: {
-        *(WorkerState.SERVING, WorkerState.KILLED, WorkerState.CLOSING),
+        WorkerState.SERVING,
+        WorkerState.KILLED,
+        WorkerState.CLOSING,
         *_AFTER_ANY_PROCESS,
     },
     WorkerState.SERVING: {
-        *(WorkerState.KILLED, WorkerState.CLOSING),
+        WorkerState.KILLED,
+        WorkerState.CLOSING,
         *_AFTER_ANY_PROCESS,
     },
     WorkerState.KILLED: _AFTER_ANY_PROCESS,

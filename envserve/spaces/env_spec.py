@@ -152,19 +152,20 @@ def _describe(space: Any) -> dict[str, Any]:
         dtype = codec.dtype_code(np.dtype(space.dtype))
         names = _FIXED_SHAPE_SPACES[kind][0]
         return {
-            **{"kind": kind, "dtype": dtype},
+            "kind": kind,
+            "dtype": dtype,
             **{name: _compact(getattr(space, name)) for name in names},
         }
     children = [_describe(child) for child in children_of(space, kind)]
     if kind == "tuple":
         return {"kind": kind, "spaces": children}
     (leaf,) = leaves_of(space)
+    names = _ENCODED_SPACES[kind][0]
     return {
-        **{"kind": kind, "max_bytes": leaf.nbytes, "spaces": children},
-        **{
-            name: _compact(getattr(leaf.space, name))
-            for name in _ENCODED_SPACES[kind][0]
-        },
+        "kind": kind,
+        "max_bytes": leaf.nbytes,
+        "spaces": children,
+        **{name: _compact(getattr(leaf.space, name)) for name in names},
     }
 
 

@@ -247,7 +247,8 @@ def _pack(
         columns=[(part.start, part.layout.encoded, part.data) for part in infos[0]],
         faults=[
             _FaultGroup(
-                *(status, is_violation),
+                status,
+                is_violation,
                 clip(text, text_bytes, keep_end=status is Status.ENV_ERROR),
                 _pack_indices(rows),
             )

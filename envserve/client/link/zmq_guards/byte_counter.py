@@ -119,8 +119,8 @@ def _received(fd: int) -> tuple[int, int]:
     with contextlib.suppress(OSError, IndexError, struct.error):
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             return 0, 0
-        kind = socket.AF_INET, socket.SOCK_STREAM
-        with socket.socket(*kind, fileno=os.dup(fd)) as duplicate:
+        fd = os.dup(fd)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, fileno=fd) as duplicate:
             port, size = duplicate.getpeername()[1], _RECEIVED.size
             info = duplicate.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
             return int(port), int(_RECEIVED.unpack(info)[0])
