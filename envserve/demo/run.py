@@ -120,10 +120,8 @@ class Demo:
             raise self._error
 
     def __str__(self) -> str:
-        num_checked, num_wrong = (
-            self.metrics["rows_checked"],
-            self.metrics["demo_wrong"],
-        )
+        num_checked = self.metrics["rows_checked"]
+        num_wrong = self.metrics["demo_wrong"]
         faults = counted(self.num_faults, "fault")
         return f"{num_checked:,} transitions checked, {faults}, {num_wrong:,} wrong"
 

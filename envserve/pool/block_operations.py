@@ -556,7 +556,8 @@ def reset_task(block: Block, reset: Reset) -> Task:
       LocalProtocolError: The rows or seeds are not valid; see `Reset.check`.
     """
     rows = reset.check(block)
-    payload, options, seeds = b"", reset.options, reset.seeds
+    options, seeds = reset.options, reset.seeds
+    payload = b""
     if reset.env_indices is not None or seeds is not None or options:
         fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
         payload = codec.encode(fields)

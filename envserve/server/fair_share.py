@@ -131,7 +131,9 @@ class FairShare:
           Whether the turn is over.
         """
         self._user = user
-        seconds, self._now, self._is_step = now - self._now, now, is_step
+        seconds = now - self._now
+        self._now = now
+        self._is_step = is_step
         self._seconds[user] += seconds
         if not is_step:
             self._billed_time[user] += seconds

@@ -284,7 +284,8 @@ class _Template:
         from envserve.envs import registry
 
         if env_names is None:
-            self._worker_imports, modules, env_names = modules, [], []
+            self._worker_imports = modules
+            modules, env_names = [], []
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
         files = dict.fromkeys(_thread_ids(), "")

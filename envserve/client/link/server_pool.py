@@ -164,7 +164,9 @@ class ServerPool:
         if text not in self._reported:
             self._reported.add(text)
             _LOGGER.warning("%s; retrying", text, exc_info=error)
-        self.placement.num_free, self._gone, self.polled_at = {}, set(), began
+        self.placement.num_free = {}
+        self._gone = set()
+        self.polled_at = began
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
     def _poll(self, began: float, *, is_full: bool) -> None:

@@ -107,7 +107,8 @@ class Attachment:
         self.num_leases = self.attach_id = self._num_restarts = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
-        self.granted_by, self.is_rejected, self.awaits_poll = "", False, False
+        self.granted_by = ""
+        self.is_rejected = self.awaits_poll = False
         self.attach, self._requests = attach, requests
         self._timeouts, self._client_name = timeouts, client_name
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()

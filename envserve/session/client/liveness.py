@@ -22,9 +22,9 @@ _DISCONNECTED_SECONDS: Final = 1.0
 #: If more seconds than this pass between two calls to `advance`, the client process was
 #: suspended, because it normally calls `advance` more often.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Maximum number of unsolicited messages per second. The limit is increased by
-#: `_MAX_COPIES` for each piece of the longest reply (`ClientBlocks.num_pieces`),
-#: because a server that was suspended for a minute then answers many copies at once.
+#: Maximum number of unsolicited messages per second, plus `_MAX_COPIES` for each piece
+#: of the longest reply (`ClientBlocks.num_pieces`): a server that was suspended for a
+#: minute then answers all copies of a request, and only the first reply is expected.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
