@@ -145,10 +145,10 @@ class SplitRows:
     def copy_result(self, step: int) -> None:
         """Copy a step into the rollout, unless the envs have written it there."""
         if not self._is_contiguous:
-            target = _step_views(self._rollout, step)
-            pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
-            for rows, received in zip(*pair, strict=True):
-                rows[self.rows] = received
+            targets = tf.nest.flatten(_step_views(self._rollout, step))
+            results = tf.nest.flatten(self.result(step))
+            for target, result in zip(targets, results, strict=True):
+                target[self.rows] = result
 
     def record_policy_outputs(
         self, action: np.ndarray, log_prob: np.ndarray, state: Sequence[np.ndarray]

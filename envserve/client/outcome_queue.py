@@ -36,7 +36,7 @@ class OutcomeQueue:
             lane: frozenset(b.position for b in blocks if b.lane is lane)
             for lane in lanes
         }
-        self._first_position = {lane: min(b) for lane, b in self._positions.items()}
+        self._first_position = {lane: min(at) for lane, at in self._positions.items()}
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
         #: Time at which to poll all lanes, as a value of `time.monotonic()`.

@@ -138,9 +138,10 @@ class Demo:
 
     def _run(self) -> None:
         addresses = [server.proxy.address for server in self.servers]
-        options = self._env, addresses, self._num_envs
         try:
-            with BatchEnv.connect(*options, seed=self._seed) as batch:
+            with BatchEnv.connect(
+                self._env, addresses, self._num_envs, seed=self._seed
+            ) as batch:
                 self._step_envs(batch)
         except BaseException as error:
             self._error = error

@@ -233,8 +233,12 @@ class Launcher:
                     "lists_names": self._lists_names,
                 }
             )
-            arguments = str(template_end.fileno()), json.dumps(self._limits)
-            command = python_command(_START, *arguments, path=search_path())
+            command = python_command(
+                _START,
+                str(template_end.fileno()),
+                json.dumps(self._limits),
+                path=search_path(),
+            )
             try:
                 self._process = subprocess.Popen(
                     command,

@@ -436,8 +436,9 @@ class ServerLoop:
                 decisions = []
                 if pool.is_ready:
                     leased.is_ready_reported, now = True, time.monotonic()
-                    ready = pool.spec, pool.blocks, pool.rows
-                    decisions = self._session.pool_ready(session, *ready, now)
+                    decisions = self._session.pool_ready(
+                        session, pool.spec, pool.blocks, pool.rows, now
+                    )
             if leased.is_closing and pool.is_closed:
                 self._release(session)
                 decisions += self._session.pool_closed(session)

@@ -466,7 +466,7 @@ class _Template:
             pid, status = unpatched.waitpid(ended.si_pid, 0)
             if not is_worker:  # an orphan, or a child of an imported module
                 continue
-            (request,) = [k for k, v in self._workers.items() if v == pid]
+            (request,) = [key for key, worker in self._workers.items() if worker == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
             tail = self._pipes.finish(request, is_reported=code != 0)

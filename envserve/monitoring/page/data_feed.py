@@ -204,7 +204,9 @@ class DataFeed:
             if isinstance(key, tuple):
                 del self._latest[key]
         for index, poller in enumerate(self._pollers):
-            poller.tiles = {t: widths[t] for t in widths if t[0] == index}
+            poller.tiles = {
+                tile: width for tile, width in widths.items() if tile[0] == index
+            }
             poller.has_subscribers = len(self.subscribers) > 0
             poller.wake.set()
 
@@ -318,7 +320,8 @@ class _ServerPoller:
         for (lease, width), group in groups.items():
             for start in range(0, len(group), _MAX_ROWS):
                 part = group[start : start + _MAX_ROWS]
-                rows, after = [t[2] for t in part], [latest[t] for t in part]
+                rows = [tile[2] for tile in part]
+                after = [latest[tile] for tile in part]
                 with contextlib.suppress(LeaseLost):  # the lease has ended
                     for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after

@@ -366,9 +366,8 @@ class ClientBlocks:
                 outcomes.append(
                     self._outcome(block, request, message, reported.get(block))
                 )
-        has_rows = request.part is not None
-        rows_of = request if has_rows else None
-        self._answers.append((outcomes, rows_of, message.body, message.payload))
+        answered = None if request.part is None else request
+        self._answers.append((outcomes, answered, message.body, message.payload))
         if self.absent or self._reported_absent:
             self.absent_is_stale = True
             self._reported_absent.difference_update(
