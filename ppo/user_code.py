@@ -53,7 +53,8 @@ def load_user_code(setting: str, name: str) -> Callable[..., Any]:
 
 
 def _load_file(path: str) -> ModuleType:
-    version = (found := os.stat(path)).st_mtime_ns, found.st_size
+    found = os.stat(path)
+    version = found.st_mtime_ns, found.st_size
     loaded_version, module = _loaded.get(path, (None, None))
     if module is None or loaded_version != version:
         loader = SourceFileLoader(path.replace(".", "_"), path)

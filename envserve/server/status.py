@@ -101,7 +101,8 @@ class StatusReporter:
         from envserve.server.metrics import ServerCollector
 
         async def compute() -> ServerStatus:
-            self._refresh(now := self._loop.time())
+            now = self._loop.time()
+            self._refresh(now)
             return self._status_for("local", now)
 
         def get_status() -> ServerStatus:  # runs in the metrics port's thread

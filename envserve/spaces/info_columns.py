@@ -283,7 +283,8 @@ def split_infos(
             unpacked[row] = info
             continue
         if row != stop:
-            runs.append((row, layout, records := []))
+            records = []
+            runs.append((row, layout, records))
         records.append(record)
         stop = row + 1
         if others:

@@ -293,10 +293,12 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     copied: Any = value
     if isinstance(value, Mapping):
         # Keep the value alive, so that no other object gets its id.
-        seen[id(value)] = value, (copied := {})
+        copied = {}
+        seen[id(value)] = value, copied
         copied.update((key, _copy(item, seen)) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        seen[id(value)] = value, (copied := [])
+        copied = []
+        seen[id(value)] = value, copied
         copied.extend(_copy(item, seen) for item in value)
         if isinstance(value, tuple):
             copied = tuple(copied)

@@ -108,7 +108,7 @@ class Placement:
         self._searching.setdefault(lane, now)
         if found is None:
             self._searching[lane] = now
-        lost = {n for n in self._searching if self.locations[n] != NO_ADDRESS}
+        lost = {at for at in self._searching if self.locations[at] != NO_ADDRESS}
         if len(lost) > 1:
             self._lost_together |= lost
         if found is None:
@@ -140,7 +140,7 @@ class Placement:
         self._next_spread_at = now + SPREAD_SECONDS
         avoided = [at for at, until in self._avoided_until.items() if now < until]
         counts = self.num_lanes()
-        taken = self._ever_excluded.union(self.targets.values(), avoided)
+        excluded = self._ever_excluded.union(self.targets.values(), avoided)
         for lane in sorted(
             self.locations, key=lambda each: -counts[self.locations[each]]
         ):
@@ -149,7 +149,7 @@ class Placement:
             is_first_server = self.locations[lane] == self._first_servers[lane]
             if is_first_server or lane in self.targets or lane in self._searching:
                 continue
-            found = self._best_server(lane, now, taken)
+            found = self._best_server(lane, now, excluded)
             if found and found[0] + 2 <= counts[self.locations[lane]]:
                 self.targets[lane] = found[1]
                 self.num_free[found[1]] -= self._sizes[lane]
@@ -171,12 +171,12 @@ class Placement:
         return counts
 
     def _best_server(
-        self, lane: object, now: float, taken: Collection[str] = ()
+        self, lane: object, now: float, excluded: Collection[str] = ()
     ) -> tuple[int, str] | None:
         """Return the number of lanes and the address of the best other server.
 
         It has the fewest lanes and, among such servers, the most free envs. Return None
-        if no server that is not in `taken` has enough free envs for the lane.
+        if no server that is not in `excluded` has enough free envs for the lane.
         """
         counts, at = self.num_lanes(), self.locations[lane]
         fits = [
@@ -184,7 +184,7 @@ class Placement:
             for address, num_free in self.num_free.items()
             if num_free >= self._sizes[lane]
             and address != at
-            and address not in taken
+            and address not in excluded
             and now >= self._excluded_until.get(address, now)
         ]
         if not fits:

@@ -132,7 +132,8 @@ class RemoteLane:
         self._has_started, self._has_closed = threading.Event(), threading.Event()
         self._driver = SessionDriver(self._session, self._connection, server_pool)
         self._waker = self._connection.waker
-        self._diagnosis = Diagnosis(address, keys := self._connection.keys)
+        keys = self._connection.keys
+        self._diagnosis = Diagnosis(address, keys)
         # Diagnose a missing connection and, without keys, a peer that does not answer
         # HELLO. With keys, the connection proves that the peer is the server.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
