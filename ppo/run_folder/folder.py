@@ -237,7 +237,8 @@ class RunFolder:
                 _LOGGER.warning(
                     "%s: this file system has no locks (%s), so make sure that no "
                     "other process trains this run",
-                    *(self.path, _reason(error)),
+                    self.path,
+                    _reason(error),
                 )
             with self.writing():
                 file.truncate(0)
