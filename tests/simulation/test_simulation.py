@@ -18,10 +18,10 @@ from tests.simulation.journal import Violation
 from tests.simulation.profile import BATCHES, FAULTY, MOVES
 from tests.simulation.simulation import simulate
 
-#: Number of seeds for the default profile, with 72,000 events in all. Many short
+#: Number of seeds for the default profile, with 144,000 events in all. Many short
 #: simulations execute more branches than a few long ones.
 NUM_SEEDS = 12
-EVENTS_PER_SEED = 6_000
+EVENTS_PER_SEED = 12_000
 #: Number of seeds of a test that uses another profile.
 SEEDS_PER_PROFILE = 2
 
