@@ -90,8 +90,8 @@ class EnvError(EnvserveError, RuntimeError):
     """An env raised an exception, or returned a value outside its spaces.
 
     If the env raised a built-in exception, such as ValueError, the error is also an
-    instance of that class. If a constructor rejects its
-    arguments, the error is also a TypeError.
+    instance of that class. If a constructor rejects its arguments, the error is
+    also a TypeError.
 
     Attributes:
       message: The error without the traceback.

@@ -130,7 +130,11 @@ class _Server:
         # thread that started it exits, and the main thread lives as long as the actor.
         self._process = subprocess.Popen(
             main_command(
-                *("envserve.__main__", "start", "--bind", bind, *options),
+                "envserve.__main__",
+                "start",
+                "--bind",
+                bind,
+                *options,
                 ends_with_parent=True,
             ),
             stdin=subprocess.DEVNULL,

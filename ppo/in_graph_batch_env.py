@@ -90,11 +90,17 @@ class InGraphBatchEnv:
             The result as tensors, without infos. Envs whose episode has ended are
             already reset, as in `BatchEnv.step`.
         """
-        rows, leaves = [self.num_envs], self.observation_spec
-        reward, status = tf.TensorSpec(rows, tf.float64), tf.TensorSpec(rows, tf.uint8)
-        flags = tf.TensorSpec(rows, tf.bool)
-        step = (leaves, reward, flags, flags, flags, leaves, status)
-        specs = StepResult(*step, infos={})
+        flags = tf.TensorSpec([self.num_envs], tf.bool)
+        specs = StepResult(
+            observation=self.observation_spec,
+            reward=tf.TensorSpec([self.num_envs], tf.float64),
+            terminated=flags,
+            truncated=flags,
+            valid=flags,
+            final_observation=self.observation_spec,
+            status=tf.TensorSpec([self.num_envs], tf.uint8),
+            infos={},
+        )
 
         def step_envs(env_action: np.ndarray) -> list[np.ndarray]:
             result = self.env.step(env_action)

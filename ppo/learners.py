@@ -74,7 +74,8 @@ class Learners:
         wait_for_learners(self._addresses, self.index, timeout_seconds)
         self._context = context.context()
         self._context.configure_coordination_service(
-            *("standalone", "/job:worker/replica:0/task:0"),
+            "standalone",
+            "/job:worker/replica:0/task:0",
             cluster_register_timeout_in_ms=1000 * _CONNECT_SECONDS,
             heartbeat_timeout_in_ms=1000 * _HEARTBEAT_SECONDS,
         )

@@ -22,8 +22,8 @@ __all__ = ["Rollout"]
 _MAX_NAMES = 32
 #: The text of a fault ends with these words if NaN or infinity caused the fault.
 _NON_FINITE = "end the episode before it diverges"
-#: Fraction of valid steps below which an iteration counts as poor.
-_FEW_VALID = 0.1
+#: Minimum fraction of valid steps; an iteration with fewer valid steps is poor.
+_MIN_VALID_FRACTION = 0.1
 #: Number of consecutive poor iterations after which a run ends.
 _MAX_POOR_ITERATIONS = 10
 #: Number of consecutive episodes that every env may lose before a run ends.
@@ -145,10 +145,10 @@ class SplitRows:
     def copy_result(self, step: int) -> None:
         """Copy a step into the rollout, unless the envs have written it there."""
         if not self._is_contiguous:
-            target = _step_views(self._rollout, step)
-            pair = tf.nest.flatten(target), tf.nest.flatten(self.result(step))
-            for rows, received in zip(*pair, strict=True):
-                rows[self.rows] = received
+            targets = tf.nest.flatten(_step_views(self._rollout, step))
+            results = tf.nest.flatten(self.result(step))
+            for target, result in zip(targets, results, strict=True):
+                target[self.rows] = result
 
     def record_policy_outputs(
         self, action: np.ndarray, log_prob: np.ndarray, state: Sequence[np.ndarray]
@@ -329,7 +329,7 @@ class LostSteps:
                 episodes.
         """
         self.total += lost
-        is_poor = steps - lost < _FEW_VALID * steps
+        is_poor = steps - lost < _MIN_VALID_FRACTION * steps
         self._poor_iterations = self._poor_iterations + 1 if is_poor else 0
         if lost == steps or self._poor_iterations >= _MAX_POOR_ITERATIONS:
             raise EnvsLostError(

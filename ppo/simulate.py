@@ -42,8 +42,9 @@ Policy = Callable[..., tuple[tf.Tensor, ...]]
 """Maps an observation and noise to actions and log-probabilities; see `Simulation`."""
 
 Act = Callable[..., tuple[Any, ...]]
-"""Maps NumPy arrays `[n, ...]` (the leaves of an observation, noise and states) to env
-actions, policy actions, the policy's second output, and the next states."""
+"""The policy as a function of NumPy arrays `[n, ...]`: the leaves of an observation,
+noise and states. It returns env actions, policy actions, the policy's second output,
+and the next states."""
 
 
 class _Outputs(NamedTuple):
@@ -394,10 +395,8 @@ class Simulation:
                     [step, env_action],
                     specs[following],
                 )
-                observations[following], flags = (
-                    leaves[:num_leaves],
-                    leaves[num_leaves:],
-                )
+                observations[following] = leaves[:num_leaves]
+                flags = leaves[num_leaves:]
                 if flags:
                     states[following] = states[following].after_result(*flags)
             return step + 1, observations, states, outputs

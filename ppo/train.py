@@ -140,6 +140,8 @@ def train(
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
+            with run_folder.writing():
+                run.algorithm.load_data(run_folder.algorithm_data, first.steps)
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
@@ -283,6 +285,7 @@ class _Loop:
         if is_saved or not self._learners.is_chief:
             return
         with self._run_folder.writing():
+            self._run.algorithm.save_data(self._run_folder.algorithm_data)
             checkpoint.save(
                 self._run_folder.checkpoints,
                 self._run.counters,

@@ -61,9 +61,11 @@ class TrainingRun:
     ) -> None:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
-        self.learners, share = learners, config.per_learner(learners.num)
-        spaces = env.observation_space, env.action_space
-        self.agent = algorithm.make_agent(*spaces, config)
+        self.learners = learners
+        share = config.per_learner(learners.num)
+        self.agent = algorithm.make_agent(
+            env.observation_space, env.action_space, config
+        )
         graph_env = InGraphBatchEnv(env, self.agent.actions)
         self.algorithm = algorithm(self.agent, share, learners)
         self.simulation = Simulation(
@@ -171,7 +173,7 @@ class TrainingRun:
         """
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
-            "".join(numbers).encode()  # raises an error if a name has surrogates
+            "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {self.config.algorithm}: expected `{method}` to return a "
@@ -214,13 +216,14 @@ class TrainingRun:
         is_masking = config.nonfinite == "mask"
         num_masked = num_non_finite(rollout, infos) if is_masking else 0
         counts = int(rollout.valid.sum()), int(lost.sum()), num_masked
-        parts = learners.gather((*counts, newest))
+        parts = learners.gather((counts, newest))
         collected = time.perf_counter()
-        num_valid, num_lost, num_masked = (
-            sum(part[index] for part in parts) for index in range(3)
+        num_valid, num_lost, num_masked = map(
+            sum, zip(*[counts for counts, _ in parts], strict=True)
         )
         after = Counters(counters.iteration + 1, counters.steps + num_valid)
-        self.recent.extend(Episode(*episode) for part in parts for episode in part[3])
+        for _, episodes in parts:
+            self.recent.extend(Episode(*episode) for episode in episodes)
         callback_metrics = self.before_update(self)  # may change rollout.reward
         learn = self._learn_and_collect if config.overlap else self._learn
         learned = learn(rollout, after)

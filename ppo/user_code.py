@@ -53,7 +53,8 @@ def load_user_code(setting: str, name: str) -> Callable[..., Any]:
 
 
 def _load_file(path: str) -> ModuleType:
-    version = (found := os.stat(path)).st_mtime_ns, found.st_size
+    found = os.stat(path)
+    version = found.st_mtime_ns, found.st_size
     loaded_version, module = _loaded.get(path, (None, None))
     if module is None or loaded_version != version:
         loader = SourceFileLoader(path.replace(".", "_"), path)
@@ -120,8 +121,8 @@ class Callbacks:
 
     Raises:
         ConfigError: A function or class does not exist, a class cannot be instantiated,
-            or a callback does not accept the arguments run, metrics and rollout. The
-            instance of a class needs `__call__`, `before_update` or both.
+            a callback does not accept the arguments run, metrics and rollout, or an
+            instance of a class has neither `__call__` nor `before_update`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -186,7 +187,7 @@ class Callbacks:
                     )
                 if invalid := [key for key in numbers if not isinstance(key, str)]:
                     raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
-                "".join(numbers).encode()  # raises an error if a name has surrogates
+                "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
                 numbers = {key: float(value) for key, value in numbers.items()}
         names = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in names if not k.startswith("evaluation_")}

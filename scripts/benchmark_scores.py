@@ -16,6 +16,6 @@ import typer
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from benchmarks.scores.many import main
+    from benchmarks.scores.command import main
 
     typer.run(main)

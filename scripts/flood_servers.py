@@ -191,7 +191,8 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
     sockets: collections.deque[zmq.Socket[bytes]] = collections.deque()
     next_at = time.monotonic()
     while True:
-        sockets.append(socket := context.socket(zmq.DEALER))
+        socket = context.socket(zmq.DEALER)
+        sockets.append(socket)
         use_keys(socket, server.public, unknown)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
         socket.connect(address)

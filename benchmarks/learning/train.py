@@ -125,10 +125,10 @@ def training_ours(
         def measure() -> Mapping[str, float]:
             seconds = gate.let_pass(iterations)
             lines = run_folder.joinpath("metrics.jsonl").read_text().splitlines()
-            last = [json.loads(line) for line in lines[-iterations:]]
+            metrics = [json.loads(line) for line in lines[-iterations:]]
             return {
-                ROLLOUT: sum(m["rollout_seconds"] for m in last) / iterations,
-                UPDATE: sum(m["update_seconds"] for m in last) / iterations,
+                ROLLOUT: sum(m["rollout_seconds"] for m in metrics) / iterations,
+                UPDATE: sum(m["update_seconds"] for m in metrics) / iterations,
                 TOTAL: seconds / iterations,
             }
 

@@ -126,8 +126,10 @@ class StandIn:
             session = decision.session
             if isinstance(decision, StartPool):
                 pool = self._pools[session] = _Pool(decision.settings)
-                parts = pool.spec, pool.blocks, pool.rows
-                self._execute(self._session.pool_ready(session, *parts, now), now)
+                decisions = self._session.pool_ready(
+                    session, pool.spec, pool.blocks, pool.rows, now
+                )
+                self._execute(decisions, now)
             elif isinstance(decision, EndPool):
                 del self._pools[session]
                 self._execute(self._session.pool_closed(session), now)

@@ -91,24 +91,35 @@ class Task:
 
 _K, _M = 10**3, 10**6
 _MEMORY = {
-    **{
-        "env_name": "CartPoleNoVelocity-v1",
-        "import_modules": ["benchmarks.scores.hidden"],
-    },
-    **{"recurrent_size": 64, "sequence_length": 32, "minibatch_size": 256},
+    "env_name": "CartPoleNoVelocity-v1",
+    "import_modules": ["benchmarks.scores.cartpole_without_velocity"],
+    "recurrent_size": 64,
+    "sequence_length": 32,
+    "minibatch_size": 256,
     "learning_rate": 1e-3,
 }
 _PENALTY = {"objective": "penalty"}
 _PONG = {"num_envs": 32, "horizon": 32, "curve_episodes": 4}
 
 RANDOM_RETURNS = {
-    **{"CartPole-v1": 23.7, "CartPoleNoVelocity-v1": 23.7, "Acrobot-v1": -497.1},
-    **{"Pendulum-v1": -1207.6, "MountainCarContinuous-v0": -33.3},
-    **{"LunarLander-v3": -192.0, "LunarLanderContinuous-v3": -212.7},
-    **{"BipedalWalker-v3": -102.8, "InvertedPendulum-v5": 5.2},
-    **{"InvertedDoublePendulum-v5": 49.1, "Reacher-v5": -43.3, "Swimmer-v5": -3.1},
-    **{"Hopper-v5": 24.8, "HalfCheetah-v5": -264.0, "Walker2d-v5": 2.2},
-    **{"Ant-v4": -44.1, "Ant-v5": -45.2, "Humanoid-v5": 105.6},
+    "CartPole-v1": 23.7,
+    "CartPoleNoVelocity-v1": 23.7,
+    "Acrobot-v1": -497.1,
+    "Pendulum-v1": -1207.6,
+    "MountainCarContinuous-v0": -33.3,
+    "LunarLander-v3": -192.0,
+    "LunarLanderContinuous-v3": -212.7,
+    "BipedalWalker-v3": -102.8,
+    "InvertedPendulum-v5": 5.2,
+    "InvertedDoublePendulum-v5": 49.1,
+    "Reacher-v5": -43.3,
+    "Swimmer-v5": -3.1,
+    "Hopper-v5": 24.8,
+    "HalfCheetah-v5": -264.0,
+    "Walker2d-v5": 2.2,
+    "Ant-v4": -44.1,
+    "Ant-v5": -45.2,
+    "Humanoid-v5": 105.6,
     "PongNoFrameskip-v4": -20.7,
 }
 """Maps envs to mean returns of random actions over at least 20 episodes; for Pong, the
@@ -120,14 +131,14 @@ TASKS: tuple[Task, ...] = (
     Task("cartpole", 100 * _K, "E", 5, 500, "E rl-zoo LSTM 500", _MEMORY, "recurrent"),
     Task("acrobot", 300 * _K, "E", 5, -70, "E rl-zoo -73.5 at 1M"),
     Task("pendulum", 100 * _K, "E", 5, -172, "E rl-zoo -172.2", episodes=1000),
-    Task(
-        *("pendulum-sac", 20 * _K, "E", 5, -150),
-        "E rl-zoo SAC -176.3",
-        episodes=1000,
-    ),
+    Task("pendulum-sac", 20 * _K, "E", 5, -150, "E rl-zoo SAC -176.3", episodes=1000),
     Task("pendulum", 300 * _K, "E", 5, -153, "E rl-zoo -172.2 at 100k", episodes=1000),
     Task(
-        *("mountain_car_continuous", 100 * _K, "E", 5, 92),
+        "mountain_car_continuous",
+        100 * _K,
+        "E",
+        5,
+        92,
         "E rl-zoo 88.3 at 20k, TRPO 92.5 at 50k",
     ),
     Task("lunar_lander", _M, "E", 5, 280, "E rl-zoo 242.1"),
@@ -151,6 +162,9 @@ TASKS: tuple[Task, ...] = (
         10_000,
         "E rl-zoo SAC 9535; M XuanCe SAC 10231, Tianshou SAC 12139",
     ),
+    Task("hopper-sac", _M, "E", 3, 3200, "E rl-zoo SAC 2326; M Tianshou SAC 3542"),
+    Task("walker-sac", _M, "E", 3, 4500, "E rl-zoo SAC 3863; M Tianshou SAC 5007"),
+    Task("ant-sac", _M, "E", 3, 4500, "E rl-zoo SAC 4616; M Tianshou SAC 5850"),
     Task("cheetah", 3 * _M, "M", 3, 7340, "M Tianshou 7337"),
     Task("walker", 3 * _M, "E", 3, 5200, "E SF 5488 at 10M; M Tianshou 4896"),
     Task("hopper", 3 * _M, "E", 3, 3600, "E TRPO 3618 at 1M; M Tianshou 3128"),

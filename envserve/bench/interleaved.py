@@ -45,7 +45,7 @@ class Measurements:
     def values(self, case: str, metric: Metric) -> list[float]:
         """Return the values of a metric for a case, one per round."""
         rounds = self.by_case[case]
-        return [t[metric] if isinstance(metric, str) else metric(t) for t in rounds]
+        return [r[metric] if isinstance(metric, str) else metric(r) for r in rounds]
 
     def median(self, case: str, metric: Metric) -> float:
         """Return the median of a metric for a case over the rounds."""

@@ -116,7 +116,8 @@ class ServerUnderTest:
           SkipRule: Two leases with equal seeds return different results.
         """
         leases = [self.client().attach() for _ in range(2)]
-        results = [[c.step().raw for _ in range(_NUM_REFERENCE_STEPS)] for c in leases]
+        steps = range(_NUM_REFERENCE_STEPS)
+        results = [[lease.step().raw for _ in steps] for lease in leases]
         if results[0] != results[1]:
             raise SkipRule(
                 "the env is not deterministic: equal seeds give different results"

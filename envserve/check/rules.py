@@ -199,7 +199,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
-    """Rule 1: Fence wrong boot ids and epochs; refuse unknown sessions (LEASE_LOST)."""
+    """Rule 1: Refuse a wrong boot id or epoch (FENCED), or session (LEASE_LOST)."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)

@@ -112,7 +112,7 @@ def _render(demo: Demo, messages: list[str]) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    row, absent = demo.row, demo.absent_rows()
+    row, absent = demo.metrics, demo.absent_rows()
     head = Text(f"{row['demo_wrong']:,} of {row['rows_checked']:,} transitions wrong, ")
     head.stylize("bold red" if row["demo_wrong"] else "bold green")
     head.append(f"faults: {demo.num_faults:,}, ", "bold")

@@ -155,7 +155,8 @@ def _resources() -> Iterator[_Finding]:
             "raise the limit"
         )
         text = f"{free:.1f} of {gib['MemTotal:']:.1f} GiB free"
-        text += f", container limit {limit_gib:.1f}" * (limit_gib < gib["MemTotal:"])
+        if limit_gib < gib["MemTotal:"]:
+            text += f", container limit {limit_gib:.1f}"
         yield _finding("memory", text, remedy if min(free, limit_gib) < 1 else "")
     try:
         with open(anonymous_file(), "wb") as file:

@@ -126,7 +126,7 @@ def complete_addresses(values: list[str], *, may_be_any: bool = False) -> list[s
 
     try:
         addresses = [
-            w if w.startswith("ray://") else complete_address(w) for w in values
+            v if v.startswith("ray://") else complete_address(v) for v in values
         ]
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None

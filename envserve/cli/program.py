@@ -296,7 +296,7 @@ def _without_annotations(hint: Any) -> Any:
 def _annotation_of(hint: Any) -> Any:
     """Return the `Option` or `Fields` in the annotation of a parameter."""
     annotations = getattr(hint, "__metadata__", ())
-    return next((m for m in annotations if isinstance(m, Option | Fields)), Option())
+    return next((a for a in annotations if isinstance(a, Option | Fields)), Option())
 
 
 def _docs_of(command: Command) -> tuple[str, dict[str, str]]:

@@ -20,7 +20,7 @@ _GAP_SECONDS: Final = 0.5
 _TABLE_WIDTH: Final = 76
 #: Minimum width for tables with a release column; otherwise, the releases are listed
 #: below the tables.
-_WIDE: Final = 110
+_RELEASE_COLUMN_WIDTH: Final = 110
 _UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
 _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung"}
 
@@ -63,7 +63,7 @@ def tables(monitored: Sequence[MonitoredServer], width: int) -> RenderableType:
 
     servers = [_server_cells(server) for server in monitored]
     releases: dict[str, list[str]] = {}
-    if _TABLE_WIDTH <= width < _WIDE:  # too narrow for a release column
+    if _TABLE_WIDTH <= width < _RELEASE_COLUMN_WIDTH:  # too narrow for a release column
         for cells in servers:
             releases.setdefault(cells.pop("release"), []).append(cells["server"])
     lines = [f"release {r}: {', '.join(on)}" for r, on in releases.items() if r != "-"]

@@ -140,7 +140,7 @@ class Absence:
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
         return self._since[position] + (0.0 if is_late else self._padding_after)
 
-    def show(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
+    def mark_rows(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
         """Write padding into rows of `padded` blocks; mark other late rows as LATE."""
         for block, part in row_set.block_parts:
             if block.position in self.padded:

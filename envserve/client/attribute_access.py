@@ -47,7 +47,7 @@ class AttributeAccess:
           arguments: Positional arguments; for "set", maps rows to values.
           kwargs: Keyword arguments.
           call: Function that calls a method of an env, given its row and name. If the
-            attribute is a method, the access returns such calls as its values.
+            attribute is a method, its value is a function that makes this call.
 
         Raises:
           CallError: The arguments cannot be sent.

@@ -956,7 +956,7 @@ class BatchEnv:
         result = gather_result(self.spec, row_set, info_dicts, out)
         absence = self._group.absence
         if absence.padded or absence.awaited_late_steps:
-            absence.show(self.spec, row_set, result)
+            absence.mark_rows(self.spec, row_set, result)
         if self._is_encoded:
             host_of = self._group.blocks.host_of
             result = decode_result(self.spec, result, row_set.env_indices, host_of)

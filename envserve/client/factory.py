@@ -232,8 +232,9 @@ def start_remote(
         ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
         for index in sorted(missing):
-            lanes[index : index + 1] = [late := start_lane(index, like)]
-            stack.callback(late.close)
+            lane = start_lane(index, like)
+            stack.callback(lane.close)
+            lanes[index : index + 1] = [lane]
         batch = make(lanes, **_modes(request))
         stack.pop_all()
         return batch

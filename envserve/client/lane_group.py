@@ -261,10 +261,10 @@ class LaneGroup:
             by_lane.setdefault(block.lane, []).append(operation)
             late = self.queue.outcomes.pop(position, None)
             rows = (operation.env_indices or ()) if is_reset else ()
-            is_part = 0 < len(rows) < block.stop - block.start
+            is_partial = 0 < len(rows) < block.stop - block.start
             # A late step's outcome has not been returned yet. Only a reset of the
             # whole block makes it obsolete.
-            if late is not None and (is_part or not is_reset):
+            if late is not None and (is_partial or not is_reset):
                 self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
                 self.absence.late_steps.discard(position)
@@ -356,8 +356,8 @@ class LaneGroup:
         if called := self._called.intersection(positions):
             self._wait_for(called)
             self._take_outcomes(called)
-        if called := self._cancelled.intersection(positions):
-            self._drop_cancelled(called)
+        if cancelled := self._cancelled.intersection(positions):
+            self._drop_cancelled(cancelled)
 
     def _drop_cancelled(self, positions: Set[int]) -> None:
         """Wait for cancelled steps, unless their envs are absent; discard the results.

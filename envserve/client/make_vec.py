@@ -119,11 +119,18 @@ def make_vec(
     if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
         # In `gymnasium.make_vec`, the third argument is the vectorization mode.
         addresses, vectorization_mode = None, addresses
-    settings: dict[str, Any] = {**options}
-    settings |= {"num_envs": num_envs, "num_workers": num_workers, "copy": copy}
-    settings |= {"addresses": addresses, "autoreset_mode": autoreset_mode}
-    settings |= {"render_mode": render_mode, "vectorization_mode": vectorization_mode}
-    settings |= {"vector_kwargs": vector_kwargs, "max_episode_steps": max_episode_steps}
+    settings: dict[str, Any] = {
+        **options,
+        "num_envs": num_envs,
+        "addresses": addresses,
+        "vector_kwargs": vector_kwargs,
+        "vectorization_mode": vectorization_mode,
+        "max_episode_steps": max_episode_steps,
+        "num_workers": num_workers,
+        "autoreset_mode": autoreset_mode,
+        "render_mode": render_mode,
+        "copy": copy,
+    }
     env = _expand(env, settings, make_vec)
     _apply_gymnasium_options(settings)
     autoreset = _autoreset_of(settings.pop("autoreset_mode"))
@@ -136,8 +143,9 @@ def make_vec(
         env, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
     )
     envs = VectorEnv(batch, copy=is_copied, observation_mode=mode)
-    settings |= {"copy": is_copied, "num_envs": batch.num_envs}
-    settings |= {"observation_mode": None if mode == "same" else mode}
+    settings["copy"] = is_copied
+    settings["num_envs"] = batch.num_envs
+    settings["observation_mode"] = None if mode == "same" else mode
     settings["autoreset_mode"] = envs.autoreset_mode.value
     # Gymnasium imports `envserve.gym` only when it uses this entry point. The import
     # changes the registry; see that module's docstring.
@@ -171,8 +179,12 @@ def make(
     Raises:
       EnvserveError: See `make_vec`.
     """
-    settings: dict[str, Any] = {**options, "render_mode": render_mode}
-    settings |= {"address": address, "max_episode_steps": max_episode_steps}
+    settings: dict[str, Any] = {
+        **options,
+        "address": address,
+        "max_episode_steps": max_episode_steps,
+        "render_mode": render_mode,
+    }
     env = _expand(env, settings, make)
     address = settings.pop("address")
     settings["addresses"] = None if address is None else [address]
@@ -184,7 +196,9 @@ def make(
     result = Env(batch)
     del settings["addresses"]
     name = batch.spec.env_name if isinstance(env, str) else env
-    settings |= {"address": address, **({"env": name} if isinstance(env, str) else {})}
+    settings["address"] = address
+    if isinstance(env, str):
+        settings["env"] = name
     result.spec = _spec_of(name, settings, entry_point="envserve:make")
     limit = (settings.get("env_kwargs") or {}).get("max_episode_steps")
     if result.spec is not None and limit is not None:

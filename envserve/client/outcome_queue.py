@@ -36,7 +36,7 @@ class OutcomeQueue:
             lane: frozenset(b.position for b in blocks if b.lane is lane)
             for lane in lanes
         }
-        self._first_position = {lane: min(b) for lane, b in self._positions.items()}
+        self._first_position = {lane: min(at) for lane, at in self._positions.items()}
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
         #: Time at which to poll all lanes, as a value of `time.monotonic()`.
@@ -95,7 +95,7 @@ class OutcomeQueue:
             lanes = list(self._positions)
             self._poll_at = now + POLL_SECONDS
         else:
-            readable = {key.fileobj for key, _ in self._watch().select(0)}
+            readable = {key.fileobj for key, _ in self._armed_selector().select(0)}
             lanes = [x for x in self._positions if x in readable or x.absent]
         for lane in lanes:
             expected = len(waiting & self._positions[lane])
@@ -112,10 +112,10 @@ class OutcomeQueue:
     def _wait(self, timeout_seconds: float) -> None:
         """Wait until any lane may have outcomes."""
         timeout_seconds = min(timeout_seconds, self._poll_at - time.monotonic())
-        self._watch().select(timeout_seconds)
+        self._armed_selector().select(timeout_seconds)
 
-    def _watch(self) -> selectors.BaseSelector:
-        """Return a selector of all lanes."""
+    def _armed_selector(self) -> selectors.BaseSelector:
+        """Return a selector of all lanes, after updating their descriptors."""
         if self._selector is None:
             selector = selectors.DefaultSelector()
             for lane in self._positions:

@@ -69,9 +69,9 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         offset = 0
         for lane in lanes:
             for b in lane.blocks:
-                rows = (b.start + offset, b.stop + offset)
+                start, stop = b.start + offset, b.stop + offset
                 blocks.append(
-                    BatchBlock(len(blocks), lane, b.index, *rows, offset, b.split)
+                    BatchBlock(len(blocks), lane, b.index, start, stop, offset, b.split)
                 )
             offset += lane.num_envs
         return cls(blocks)

@@ -57,8 +57,13 @@ class Env(gymnasium.Env[Any, Any]):
         info = dict(result.infos.get(0, {}))
         if not result.valid[0]:
             info["valid"] = False
-        flags = bool(result.terminated[0]), bool(result.truncated[0])
-        return self._unbatch(result.observation), float(result.reward[0]), *flags, info
+        return (
+            self._unbatch(result.observation),
+            float(result.reward[0]),
+            bool(result.terminated[0]),
+            bool(result.truncated[0]),
+            info,
+        )
 
     def render(self) -> Any:
         """Render the env according to its `render_mode`."""

@@ -307,8 +307,14 @@ class RowRecord:
         generator_at = _NEVER if generator is None else count
         state = (0,) * 6 if generator is None else generator
         self._records[_PRESENT] = (
-            *(1, incarnation, count, *self._seeded),
-            *(generator_at, state, self._is_touched, *self._options),
+            1,
+            incarnation,
+            count,
+            *self._seeded,
+            generator_at,
+            state,
+            self._is_touched,
+            *self._options,
         )
 
 
@@ -356,8 +362,12 @@ def _read_rng_state(env: Any, seed: int | None) -> RngState | None:
         inner = state["state"]
         value, increment = inner["state"], inner["inc"]
         return (
-            *(value >> 64, value & _LOW, increment >> 64, increment & _LOW),
-            *(state["has_uint32"], state["uinteger"]),
+            value >> 64,
+            value & _LOW,
+            increment >> 64,
+            increment & _LOW,
+            state["has_uint32"],
+            state["uinteger"],
         )
     except Exception:  # np_random may be user code that raises
         return None

@@ -53,7 +53,7 @@ class Demo:
         performs it and returns a message. If the action is a fault, the function waits
         until the envs have recovered.
       num_faults: Number of faults injected so far.
-      row: The metrics in the last line of `metrics.jsonl`.
+      metrics: Contents of the last line of `metrics.jsonl`.
       has_ended: Event that is set when the thread has exited or must exit.
     """
 
@@ -78,7 +78,11 @@ class Demo:
         ):
             self.controls[name] = label, partial(self._inject, label, act)
         self.controls["learn"] = "Learn again", self._learn_again
-        self.row: dict[str, float] = {"steps": 0, "rows_checked": 0, "demo_wrong": 0}
+        self.metrics: dict[str, float] = {
+            "steps": 0,
+            "rows_checked": 0,
+            "demo_wrong": 0,
+        }
         self.num_faults = self._num_lost = self._num_padding = 0
         self.has_ended = threading.Event()
         self._env, self._num_envs, self._folder = env, num_envs, folder
@@ -116,7 +120,8 @@ class Demo:
             raise self._error
 
     def __str__(self) -> str:
-        num_checked, num_wrong = self.row["rows_checked"], self.row["demo_wrong"]
+        num_checked = self.metrics["rows_checked"]
+        num_wrong = self.metrics["demo_wrong"]
         faults = counted(self.num_faults, "fault")
         return f"{num_checked:,} transitions checked, {faults}, {num_wrong:,} wrong"
 
@@ -133,9 +138,10 @@ class Demo:
 
     def _run(self) -> None:
         addresses = [server.proxy.address for server in self.servers]
-        options = self._env, addresses, self._num_envs
         try:
-            with BatchEnv.connect(*options, seed=self._seed) as batch:
+            with BatchEnv.connect(
+                self._env, addresses, self._num_envs, seed=self._seed
+            ) as batch:
                 self._step_envs(batch)
         except BaseException as error:
             self._error = error
@@ -179,8 +185,8 @@ class Demo:
         self._report(checker, num_valid, _REPORT_SECONDS)
 
     def _report(self, checker: ReplayCheck, num_valid: int, seconds: float) -> None:
-        self.row = {
-            "steps": self.row["steps"] + num_valid,
+        self.metrics = {
+            "steps": self.metrics["steps"] + num_valid,
             "steps_per_second": num_valid / seconds,
             "rows_checked": checker.num_checked - self._num_padding,
             "rows_lost": self._num_lost,
@@ -189,9 +195,9 @@ class Demo:
             **self._recovery,
         }
         if self._learner.returns:
-            self.row["mean_return"] = float(np.mean(self._learner.returns))
+            self.metrics["mean_return"] = float(np.mean(self._learner.returns))
         with (self._folder / "metrics.jsonl").open("a") as file:
-            print(json.dumps(self.row), file=file)
+            print(json.dumps(self.metrics), file=file)
 
     def _make_twin(self) -> gymnasium.Env[Any, Any]:
         return complete_reset_signature(

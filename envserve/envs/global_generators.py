@@ -30,7 +30,9 @@ _MAX_ELEMENTS: Final = 2000
 #: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
 _NUMPY: Final = (
-    *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
     np.random.SeedSequence,
 )
 

@@ -98,7 +98,7 @@ class UserCode:
                     )
             env_fns = env
             names = [*dict.fromkeys(map(user_envs.name_of_code, env))]
-            reference = (names[0] + "(...)" * (len(names) > 1))[:200]
+            reference = (names[0] if len(names) == 1 else f"{names[0]}(...)")[:200]
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)

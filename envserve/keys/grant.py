@@ -69,10 +69,10 @@ class Grant:
 
 _HINTS: Final = get_type_hints(Grant, include_extras=True)
 #: Maps fields to options whose name is not the field's name with hyphens.
-_SHORT: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
+_OPTION_NAMES: Final = {"exposed": "expose", "allowed_kwargs": "kwargs"}
 #: The field that each option in a line sets.
 _FIELDS_BY_OPTION: Final = {
-    _SHORT.get(f.name, f.name.replace("_", "-")): f for f in fields(Grant)[2:]
+    _OPTION_NAMES.get(f.name, f.name.replace("_", "-")): f for f in fields(Grant)[2:]
 }
 
 

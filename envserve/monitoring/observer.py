@@ -36,8 +36,10 @@ class Observer:
           EnvStartError: The server no longer accepts this key.
           RemoteProtocolError: The peer is not an envserve server.
         """
-        kinds = MessageType.STATUS, MessageType.STATUS_RESULT
-        return ServerStatus.decode(self.request(*kinds, timeout_seconds).body)
+        answer = self.request(
+            MessageType.STATUS, MessageType.STATUS_RESULT, timeout_seconds
+        )
+        return ServerStatus.decode(answer.body)
 
     def frames(
         self,
@@ -84,8 +86,10 @@ class Observer:
     def _request_frames(self, timeout_seconds: float, **fields: Any) -> Message:
         from envserve.wire.bodies import FrameRequest
 
-        kinds = MessageType.FRAME, MessageType.FRAME_RESULT
-        return self.request(*kinds, timeout_seconds, FrameRequest(**fields).encode())
+        body = FrameRequest(**fields).encode()
+        return self.request(
+            MessageType.FRAME, MessageType.FRAME_RESULT, timeout_seconds, body
+        )
 
     def request(
         self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""

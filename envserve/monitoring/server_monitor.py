@@ -18,7 +18,13 @@ from envserve.wire.sockets import raise_file_limit
 from envserve.wire.status import Histogram, ServerStatus
 
 #: Fields of `ServerStatus` that WELCOME has too, for servers too old for STATUS.
-_IN_WELCOME = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
+_WELCOME_FIELDS = (
+    "total_envs",
+    "free_envs",
+    "is_starting",
+    "is_draining",
+    "loop_lag_ms",
+)
 
 
 #: Names of the items of tuples, by the field of a lease's status that lists them.
@@ -89,7 +95,7 @@ class MonitoredServer:
                 self.status = self._observer.status(timeout_seconds)
             except ProtocolMismatch:
                 old = request_welcome(address, timeout_seconds, insecure=insecure)
-                known = {name: getattr(old, name) for name in _IN_WELCOME}
+                known = {name: getattr(old, name) for name in _WELCOME_FIELDS}
                 self.status = ServerStatus(**known)
         except EnvserveError as error:
             self.error = str(error).removeprefix(f"{address}: ")

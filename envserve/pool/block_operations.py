@@ -191,7 +191,7 @@ class BlockOperations:
         self, predicate: Callable[[SupervisedWorker, int], object]
     ) -> list[int]:
         """Return the rows of all blocks for which `predicate(worker, kind)` is true."""
-        slots = (p for p in self._slots if predicate(p.worker, p.kind))
+        slots = (s for s in self._slots if predicate(s.worker, s.kind))
         return [row for slot in slots for row in slot.block.rows]
 
     # Submitting.
@@ -305,7 +305,7 @@ class BlockOperations:
                 self.metrics.faults[event.status] += 1
             if self.state != "starting" or worker.error is None:
                 slots = self._slots_of(worker)
-                running = {p.block.index: p.kind for p in slots if p.kind}
+                running = {s.block.index: s.kind for s in slots if s.kind}
                 self.fault_log.log_worker_loss(worker, event, running, now)
             self._mark_lost(worker, event, now)
 
@@ -510,7 +510,8 @@ class BlockOperations:
             num_faults = len(finished.pop(index).faults)
             slot.kind = slot.last_kind
             self.num_in_flight += 1
-            steps[index] -= slot.kind == _STEP and num_faults < len(slot.block.rows)
+            if slot.kind == _STEP and num_faults < len(slot.block.rows):
+                steps[index] -= 1
         # If no step has succeeded since the rows were last overwritten, count this as
         # a failed start: otherwise, the worker would be restarted forever.
         worker.has_stepped &= steps[index] != slot.overwritten_at
@@ -556,7 +557,8 @@ def reset_task(block: Block, reset: Reset) -> Task:
       LocalProtocolError: The rows or seeds are not valid; see `Reset.check`.
     """
     rows = reset.check(block)
-    payload, options, seeds = b"", reset.options, reset.seeds
+    options, seeds = reset.options, reset.seeds
+    payload = b""
     if reset.env_indices is not None or seeds is not None or options:
         fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
         payload = codec.encode(fields)

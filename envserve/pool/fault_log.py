@@ -221,10 +221,10 @@ class FaultLog:
             return [], None
         beat, is_slow = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
-        hosts = [block for block in worker.blocks if row in block.rows]
-        if row is None or not any(is_slow or b.index in running for b in hosts):
+        blocks = [block for block in worker.blocks if row in block.rows]
+        if row is None or not any(is_slow or b.index in running for b in blocks):
             return ["no env was running"], None
-        (block,) = hosts
+        (block,) = blocks
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
         operation = "call" if is_call else "reset" if is_slow == 1 else "step"

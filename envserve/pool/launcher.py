@@ -43,13 +43,13 @@ _START: Final = (
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
 )
 #: Number of reserved descriptors that are freed while a `DescriptorReserve` is active.
-_RESERVED_AT_ONCE: Final = 8
+_NUM_FREED: Final = 8
 #: Maximum time without a report while a fork is pending, including the time for
 #: imports. After this time, the template is killed.
 _FORK_TIMEOUT_SECONDS: Final = 120.0
 #: Maximum time without a report while a request is pending and a signal such as SIGSTOP
 #: has suspended the template. It is shorter than `KILL_SECONDS`.
-_STOPPED_SECONDS: Final = 2.0
+_SUSPENDED_SECONDS: Final = 2.0
 #: Maximum number of queued requests, in addition to a few hundred in the socket's
 #: buffer.
 _MAX_UNSENT: Final = 1024
@@ -81,7 +81,7 @@ class DescriptorReserve:
                 self._fds.append(os.open(os.devnull, os.O_RDONLY))
 
     def __enter__(self) -> None:
-        self._resize(max(0, len(self._fds) - _RESERVED_AT_ONCE))
+        self._resize(max(0, len(self._fds) - _NUM_FREED))
 
     def __exit__(self, *_: object) -> None:
         self._resize(self._count)
@@ -170,8 +170,8 @@ class Launcher:
       reserve: Spare descriptors, for files that pools open.
       import_note: Warning that imported modules have started threads, which forked
         workers do not have, with the remedy; "" if there are no such threads.
-      ends_in_import: Whether an import ended the template, and no template has ever
-        imported all modules. In this case, a new template would probably end, too.
+      ends_in_import: Whether an import ended the template before any template had
+        imported all modules. A new template would probably end in the same import.
     """
 
     def __init__(
@@ -233,8 +233,12 @@ class Launcher:
                     "lists_names": self._lists_names,
                 }
             )
-            arguments = str(template_end.fileno()), json.dumps(self._limits)
-            command = python_command(_START, *arguments, path=search_path())
+            command = python_command(
+                _START,
+                str(template_end.fileno()),
+                json.dumps(self._limits),
+                path=search_path(),
+            )
             try:
                 self._process = subprocess.Popen(
                     command,
@@ -358,7 +362,7 @@ class Launcher:
         The wait is at most 2 s, so that `poll` detects a suspended template in time.
         """
         if not self._template_error:
-            self._channel.wait(min(timeout_seconds, _STOPPED_SECONDS))
+            self._channel.wait(min(timeout_seconds, _SUSPENDED_SECONDS))
 
     def _read(self) -> bool:
         """Process received reports; return whether more reports may follow."""
@@ -379,7 +383,7 @@ class Launcher:
                     f"took longer than {_FORK_TIMEOUT_SECONDS:g} s to fork a worker; "
                     f"is an import stuck ({modules or 'gymnasium'})? It "
                 )
-            elif silent_seconds > _STOPPED_SECONDS and self._is_suspended():
+            elif silent_seconds > _SUSPENDED_SECONDS and self._is_suspended():
                 self._stop_template("was suspended by a signal, and ")
         return bool(messages)
 
@@ -461,7 +465,7 @@ class Launcher:
         if self._importing and not self._is_closed:
             self.ends_in_import = not self._has_ever_imported
             if process_exit is not None:
-                end = process_exit.while_it(f"imported {self._importing}")
+                end = process_exit.describe_while(f"imported {self._importing}")
         for pid, process in self._running.items():
             # On Linux, the kernel kills the workers together with the template.
             if sys.platform != "linux" or self._process.returncode is None:
@@ -471,13 +475,17 @@ class Launcher:
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
         num_killed = len(self._running)
-        self._running, self._pending, self._kills = {}, {}, set()
+        self._running, self._pending = {}, {}
+        self._kills = set()
         self._template_error = reason + end
         if reason or (num_killed and not self._is_closed):
             _LOGGER.warning(
                 "the template process (pid %d) %s%s, and %d workers with it; a new "
                 "template forks the next workers",
-                *(self._process.pid, reason, end, num_killed),
+                self._process.pid,
+                reason,
+                end,
+                num_killed,
             )
         self._is_updating = False
 

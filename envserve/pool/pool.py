@@ -79,7 +79,9 @@ class Pool:
         self.config = config
         self.num_envs = config.num_envs
         self.blocks = make_blocks(
-            *(config.num_envs, config.num_workers, config.num_splits),
+            config.num_envs,
+            config.num_workers,
+            config.num_splits,
             config.blocks_per_split,
         )
         self._clock = clock

@@ -139,10 +139,8 @@ class PoolMetrics:
         position, steps = ended.find(1), self.steps[index]
         start = self._blocks[index].start
         while position >= 0:
-            first_step, is_valid = (
-                self._first_steps[start + position],
-                status.item(position) == _OK,
-            )
+            first_step = self._first_steps[start + position]
+            is_valid = status.item(position) == _OK
             if first_step is not None and is_valid:
                 self.num_episodes += 1
                 episode = self.num_episodes, start + position, returns.item(position)

@@ -348,7 +348,8 @@ class SupervisedWorker:
         # probably waits for one of these threads, which a forked worker does not have.
         if beat[1] and not (is_first and self._launcher.import_note):
             name, option = "first step" if is_first else "reset or call", "reset"
-            limit = max(is_first * limit, self._config.reset_timeout_seconds)
+            reset_limit = self._config.reset_timeout_seconds
+            limit = max(limit, reset_limit) if is_first else reset_limit
         if now - self._beat_at > limit:
             self.kill(
                 f"hung: a {name} timed out after {limit:g} s; raise {option}_timeout "
@@ -412,7 +413,7 @@ class SupervisedWorker:
             work = (
                 f"imported {self._importing}" if self._importing else "built its envs"
             )
-            end = self.exit.while_it(work)
+            end = self.exit.describe_while(work)
         note = self._launcher.import_note if is_failure else ""
         hint = f"; {note}" if note else ""
         text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"

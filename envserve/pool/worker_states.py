@@ -61,11 +61,14 @@ _AFTER_ANY_PROCESS: Final = {WorkerState.BACKOFF, WorkerState.ENDED}
 TRANSITIONS: Final[dict[WorkerState, set[WorkerState]]] = {
     WorkerState.BACKOFF: {WorkerState.STARTING, WorkerState.ENDED},
     WorkerState.STARTING: {
-        *(WorkerState.SERVING, WorkerState.KILLED, WorkerState.CLOSING),
+        WorkerState.SERVING,
+        WorkerState.KILLED,
+        WorkerState.CLOSING,
         *_AFTER_ANY_PROCESS,
     },
     WorkerState.SERVING: {
-        *(WorkerState.KILLED, WorkerState.CLOSING),
+        WorkerState.KILLED,
+        WorkerState.CLOSING,
         *_AFTER_ANY_PROCESS,
     },
     WorkerState.KILLED: _AFTER_ANY_PROCESS,
@@ -147,7 +150,7 @@ class Exit:
             return ""
         return "\n".join(line[:_EXCERPT_WIDTH] for line in lines[-_EXCERPT_LINES:])
 
-    def while_it(self, work: str) -> str:
+    def describe_while(self, work: str) -> str:
         """Return a description such as "exited with code 1 while it imported foo"."""
         hint = (
             "; modules and constructors must not end their process or close its "

@@ -226,7 +226,8 @@ class ServerLoop:
                     break
                 peer, message = received
                 counters.messages_in += 1
-                counters.bytes_in += (num_bytes := sum(map(len, message)))
+                num_bytes = sum(map(len, message))
+                counters.bytes_in += num_bytes
                 decisions: Sequence[Decision] = ()
                 if shares.throttled is None or shares.admits(peer, num_bytes):
                     num_dropped = session.num_dropped_messages
@@ -435,9 +436,11 @@ class ServerLoop:
             else:
                 decisions = []
                 if pool.is_ready:
-                    leased.is_ready_reported, now = True, time.monotonic()
-                    ready = pool.spec, pool.blocks, pool.rows
-                    decisions = self._session.pool_ready(session, *ready, now)
+                    leased.is_ready_reported = True
+                    now = time.monotonic()
+                    decisions = self._session.pool_ready(
+                        session, pool.spec, pool.blocks, pool.rows, now
+                    )
             if leased.is_closing and pool.is_closed:
                 self._release(session)
                 decisions += self._session.pool_closed(session)

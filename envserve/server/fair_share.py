@@ -131,7 +131,9 @@ class FairShare:
           Whether the turn is over.
         """
         self._user = user
-        seconds, self._now, self._is_step = now - self._now, now, is_step
+        seconds = now - self._now
+        self._now = now
+        self._is_step = is_step
         self._seconds[user] += seconds
         if not is_step:
             self._billed_time[user] += seconds
@@ -173,8 +175,9 @@ class FairShare:
         if not (has_backlog and self._unread) or len(self._seconds) < 2:
             return
         user = max(self._unread, key=self._unread.__getitem__)
-        used = {u: t / self._quotas.weight_of(u) for u, t in self._seconds.items()}
-        billed_seconds = self._billed_time.get(user, 0.0) / self._quotas.weight_of(user)
+        weight_of = self._quotas.weight_of
+        used = {u: seconds / weight_of(u) for u, seconds in self._seconds.items()}
+        billed_seconds = self._billed_time.get(user, 0.0) / weight_of(user)
         used.pop(user, 0.0)
         limit = _MAX_RELATIVE_SECONDS * sum(used.values()) / len(used)
         if billed_seconds > max(_FREE_SECONDS, limit):

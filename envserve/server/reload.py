@@ -86,7 +86,8 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                 _LOGGER.error(
                     "%s changed, but the envs cannot be imported; the old server keeps "
                     "running: %s",
-                    *(names, error),
+                    names,
+                    error,
                 )
                 continue
             _LOGGER.info("%s changed; restarting the server", names)

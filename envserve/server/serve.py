@@ -110,8 +110,10 @@ async def serve(
         # Users with fewer connections are not the cause of a lack of descriptors.
         min_count = num_descriptors // 4
         stack.callback(ConnectionWatch(loop, sockets, zap, max_growth, min_count).stop)
-        limits = config.max_unread_mib << 20, config.max_total_unread_mib << 20
-        router = Router(sockets, SendBudget(*limits))
+        budget = SendBudget(
+            config.max_unread_mib << 20, config.max_total_unread_mib << 20
+        )
+        router = Router(sockets, budget)
         server = ServerLoop(
             config, router, session, launcher, signals.requested, access, audit
         )
@@ -165,8 +167,12 @@ async def _offered_names(
     """
     with contextlib.ExitStack() as stack:
         if not config.preload:  # the template of `launcher` imports nothing
-            offer = config.import_modules, config.env_names or ()
-            launcher = Launcher(*offer, host=config, lists_names=True)
+            launcher = Launcher(
+                config.import_modules,
+                config.env_names or (),
+                host=config,
+                lists_names=True,
+            )
             stack.callback(launcher.close)
         while (names := launcher.wait_names(_IMPORT_CHECK_SECONDS)) is None:
             await asyncio.sleep(0)  # let the loop handle signals

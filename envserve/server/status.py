@@ -71,7 +71,7 @@ class StatusReporter:
         }
         self._session, self._pools, self._counters = session, pools, counters
         self._welcome = welcome
-        self._past = sum_counts(())  # counts of closed pools
+        self._closed_counts = sum_counts(())  # counts of closed pools
         self._started_at = loop.time()
         self._refreshed_at = -math.inf
         self._totals = ServerStatus()
@@ -79,7 +79,7 @@ class StatusReporter:
 
     def add_closed(self, counts: Counts) -> None:
         """Add the counts of a pool that is about to be closed."""
-        self._past = sum_counts((self._past, counts))
+        self._closed_counts = sum_counts((self._closed_counts, counts))
 
     def report(self, user: str, now: float) -> bytes:
         """Return the body of a STATUS_RESULT for a user; it is at most 0.1 s old."""
@@ -101,7 +101,8 @@ class StatusReporter:
         from envserve.server.metrics import ServerCollector
 
         async def compute() -> ServerStatus:
-            self._refresh(now := self._loop.time())
+            now = self._loop.time()
+            self._refresh(now)
             return self._status_for("local", now)
 
         def get_status() -> ServerStatus:  # runs in the metrics port's thread
@@ -117,7 +118,9 @@ class StatusReporter:
         self._refreshed_at = now
         self._bodies.clear()
         pools = [leased.pool for leased in self._pools.values()]
-        counts = sum_counts([self._past, *(pool.metrics.counts for pool in pools)])
+        counts = sum_counts(
+            [self._closed_counts, *(pool.metrics.counts for pool in pools)]
+        )
         self._totals = ServerStatus(
             **self._constant_fields,
             **status_fields(counts),

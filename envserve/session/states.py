@@ -45,10 +45,10 @@ unreachable after a few seconds of silence, and lost after a minute. The server 
 how a session ended, so that a delayed message does not revive the session.
 
 The sections below define the states of clients, leases and blocks, and the allowed
-transitions. Only `StateMachine.move` changes the state of a client or lease, and only
-`Lease` the states of a lease's blocks. A client's blocks have no state machine: each
-block is idle, in flight, or has a result that its caller has not collected yet (see
-`ClientBlocks`).
+transitions. Only `StateMachine.change_to` changes the state of a client or lease, and
+only `Lease` changes the states of a lease's blocks. A client's blocks have no state
+machine: each block is idle, in flight, or has a result that its caller has not
+collected yet (see `ClientBlocks`).
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ from typing import Final, Generic, TypeVar
 from envserve.errors import LocalProtocolError
 
 State = TypeVar("State", bound=enum.Enum)
-_Moves = Mapping[enum.Enum, Collection[enum.Enum]]
+_Transitions = Mapping[enum.Enum, Collection[enum.Enum]]
 
 
 class StateMachine(Generic[State]):
     """A state machine that rejects transitions that are not allowed.
 
     Attributes:
-      state: The current state, which only `move` changes.
+      state: The current state, which only `change_to` changes.
     """
 
     __slots__ = ("state",)
@@ -75,14 +75,14 @@ class StateMachine(Generic[State]):
     def __init__(self, start: State) -> None:
         self.state = start
 
-    def move(self, state: State) -> None:
+    def change_to(self, state: State) -> None:
         """Change to another state; raise LocalProtocolError if this is not allowed."""
-        moves = _MOVES[self.state]
-        if state not in moves:
-            legal = ", ".join(item.name for item in moves) or "none"
+        allowed = _TRANSITIONS[self.state]
+        if state not in allowed:
+            names = ", ".join(item.name for item in allowed) or "none"
             raise LocalProtocolError(
                 f"{type(state).__name__}: expected a transition from "
-                f"{self.state.name} to one of: {legal}; got {state.name}"
+                f"{self.state.name} to one of: {names}; got {state.name}"
             )
         self.state = state
 
@@ -120,7 +120,7 @@ class ClientState(enum.Enum):
 
 
 #: Allowed transitions of clients. The comments name the events that cause them.
-_CLIENT_MOVES: Final[_Moves] = {
+_CLIENT_TRANSITIONS: Final[_Transitions] = {
     ClientState.CONNECTING: (
         ClientState.HELLO_SENT,  # connected
         ClientState.CLOSED,  # there are no envs to return
@@ -170,7 +170,7 @@ class LeaseState(enum.Enum):
 
 
 #: Allowed transitions of leases. The comments name the events that cause them.
-_LEASE_MOVES: Final[_Moves] = {
+_LEASE_TRANSITIONS: Final[_Transitions] = {
     LeaseState.BUILDING: (
         LeaseState.GRANTED,  # the envs are built
         LeaseState.CLOSING,  # the build has failed, or was cancelled
@@ -182,7 +182,7 @@ _LEASE_MOVES: Final[_Moves] = {
     LeaseState.ENDED: (),
 }
 
-_MOVES: Final[_Moves] = {**_CLIENT_MOVES, **_LEASE_MOVES}
+_TRANSITIONS: Final[_Transitions] = {**_CLIENT_TRANSITIONS, **_LEASE_TRANSITIONS}
 
 
 # Server side of a block.

@@ -52,24 +52,39 @@ _COSTS: Final = {_ARRAY: 16, _SCALAR: 4, _TUPLE: 4, _LARGE_INT: 4}
 #: not determine the size.
 _SIZES_BY_FIRST_BYTE: Final = bytes(
     [
-        *[1] * 0x80,
+        *[1] * 0x80,  # small ints
         *[0] * 0x20,  # short maps and lists
         *range(1, 0x21),  # short strings
-        *(1, 0, 1, 1, 0, 0, 0, 0, 0, 0),
-        *(5, 9, 2, 3, 5, 9, 2, 3, 5, 9),  # numbers
-        *[0] * 0x0C,
-        *[1] * 0x20,
+        *(1, 0, 1, 1),  # None, an unused byte, False and True
+        *[0] * 6,  # headers of bytes and extension values
+        *(5, 9, 2, 3, 5, 9, 2, 3, 5, 9),  # floats, unsigned and signed ints
+        *[0] * 12,  # headers of extension values, strings, lists and maps
+        *[1] * 0x20,  # small negative ints
     ]
 )
 #: Maps the first byte of a header to the width of the length field in bytes, and to the
 #: unit of the length: 0 means bytes, -1 items, and -2 key-value pairs. A unit n >= 1
 #: marks an extension value: `n + length` bytes follow the length field, the first of
-#: which is the extension type.
+#: which is the extension type. The comments are the names in the msgpack specification.
 _HEADERS: Final = {
-    **{0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1)},
-    **{0xC9: (4, 1), 0xD4: (0, 2), 0xD5: (0, 3), 0xD6: (0, 5), 0xD7: (0, 9)},
-    **{0xD8: (0, 17), 0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0), 0xDC: (2, -1)},
-    **{0xDD: (4, -1), 0xDE: (2, -2), 0xDF: (4, -2)},
+    0xC4: (1, 0),  # bin 8
+    0xC5: (2, 0),  # bin 16
+    0xC6: (4, 0),  # bin 32
+    0xC7: (1, 1),  # ext 8
+    0xC8: (2, 1),  # ext 16
+    0xC9: (4, 1),  # ext 32
+    0xD4: (0, 2),  # fixext 1
+    0xD5: (0, 3),  # fixext 2
+    0xD6: (0, 5),  # fixext 4
+    0xD7: (0, 9),  # fixext 8
+    0xD8: (0, 17),  # fixext 16
+    0xD9: (1, 0),  # str 8
+    0xDA: (2, 0),  # str 16
+    0xDB: (4, 0),  # str 32
+    0xDC: (2, -1),  # array 16
+    0xDD: (4, -1),  # array 32
+    0xDE: (2, -2),  # map 16
+    0xDF: (4, -2),  # map 32
 }
 _MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 _EXTENSIONS: Final = frozenset(kind for kind, form in _HEADERS.items() if form[1] > 0)

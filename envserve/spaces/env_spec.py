@@ -152,19 +152,20 @@ def _describe(space: Any) -> dict[str, Any]:
         dtype = codec.dtype_code(np.dtype(space.dtype))
         names = _FIXED_SHAPE_SPACES[kind][0]
         return {
-            **{"kind": kind, "dtype": dtype},
+            "kind": kind,
+            "dtype": dtype,
             **{name: _compact(getattr(space, name)) for name in names},
         }
     children = [_describe(child) for child in children_of(space, kind)]
     if kind == "tuple":
         return {"kind": kind, "spaces": children}
     (leaf,) = leaves_of(space)
+    names = _ENCODED_SPACES[kind][0]
     return {
-        **{"kind": kind, "max_bytes": leaf.nbytes, "spaces": children},
-        **{
-            name: _compact(getattr(leaf.space, name))
-            for name in _ENCODED_SPACES[kind][0]
-        },
+        "kind": kind,
+        "max_bytes": leaf.nbytes,
+        "spaces": children,
+        **{name: _compact(getattr(leaf.space, name)) for name in names},
     }
 
 
@@ -198,7 +199,8 @@ class _SpaceBudget:
 
     def __init__(self) -> None:
         self._left = [_MAX_VALUE_BYTES]  # a list, so that nested budgets share it
-        self._copies, self._longest, self.times = 1, _MAX_VALUE_BYTES, 1
+        self._copies = self.num_bounds_copies = 1
+        self._max_array_bytes = _MAX_VALUE_BYTES
 
     def nested(self, copies: int) -> _SpaceBudget:
         """Return the budget for the spaces inside an encoded leaf.
@@ -208,7 +210,8 @@ class _SpaceBudget:
         """
         inner = copy.copy(self)
         inner._copies *= copies
-        inner._longest, inner.times = MAX_ROW_BYTES, _BOUNDS_COPIES
+        inner._max_array_bytes = MAX_ROW_BYTES
+        inner.num_bounds_copies = _BOUNDS_COPIES
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
@@ -225,7 +228,7 @@ class _SpaceBudget:
         shape = tuple(int(size) for size in sizes)
         total = math.prod(max(size, 1) for size in shape) * num_bytes
         self._left[0] -= total * times * self._copies
-        if self._left[0] < 0 or total > self._longest:
+        if self._left[0] < 0 or total > self._max_array_bytes:
             raise SpaceError(
                 f"expected a space of at most {_MAX_VALUE_BYTES >> 20} MiB, or at most "
                 f"{MAX_ROW_BYTES >> 20} MiB inside a Sequence, Graph or OneOf; "
@@ -294,7 +297,7 @@ def _expand(budget: _SpaceBudget, value: Any, dtype: np.dtype[Any]) -> Array:
     if not isinstance(value, np.ndarray) or value.dtype != dtype:
         actual = getattr(value, "dtype", type(value).__name__)
         raise SpaceError(f"expected an array of {dtype}; got {actual}")
-    budget.charge(value.shape, dtype.itemsize, budget.times)
+    budget.charge(value.shape, dtype.itemsize, budget.num_bounds_copies)
     return value
 
 
@@ -306,7 +309,7 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
         raise SpaceError("expected low and high to have the same shape")
     # Broadcast uniform bounds, so that the bounds of a large image take no memory.
     shape = tuple(low["shape"])
-    budget.charge(shape, dtype.itemsize, budget.times)
+    budget.charge(shape, dtype.itemsize, budget.num_bounds_copies)
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
     box = spaces.Box(low, high, dtype=dtype.type)
     for name in ("low", "high", "bounded_below", "bounded_above"):
@@ -322,7 +325,7 @@ def _discrete(_: _SpaceBudget, dtype: np.dtype[Any], n: int, start: int) -> Spac
 def _multi_binary(
     budget: _SpaceBudget, _: np.dtype[Any], shape: list[int]
 ) -> Space[Any]:
-    budget.charge(shape, 1, budget.times)
+    budget.charge(shape, 1, budget.num_bounds_copies)
     sizes = tuple(int(size) for size in shape)
     # Gymnasium treats MultiBinary(7) and MultiBinary((7,)) as different spaces.
     return spaces.MultiBinary(sizes[0] if len(sizes) == 1 else sizes)

@@ -211,7 +211,9 @@ def _read_layout(encoded: bytes) -> Layout:
     zeros = codec.decode(encoded, max_bytes=_MAX_LAYOUT_BYTES)
     if type(zeros) is not dict or not zeros or {*map(type, zeros)} != {str}:
         raise codec.CodecError("expected a dict with a value for each column")
-    fields, arrays, formats, num_bytes = [], [], "<", 0
+    fields, arrays = [], []
+    formats = "<"
+    num_bytes = 0
     for index, value in enumerate(zeros.values()):
         dtype, shape, size = _column_type(value)
         num_bytes += size
@@ -262,11 +264,13 @@ def split_infos(
     """
     runs: list[tuple[int, Layout, list[bytes]]] = []
     unpacked: dict[int, Mapping[Any, Any]] = {}
-    plan, stop, last, records = None, -1, (), list[bytes]()
+    plan, last = None, ()
+    stop, records = -1, list[bytes]()
     for row, info in infos.items():
         signature = (*info, *map(type, info.values()))
         if signature != last:
-            last, plan, stop = signature, _plan_for(signature, info), -1
+            plan, last = _plan_for(signature, info), signature
+            stop = -1  # begin a new run
         if plan is None:
             unpacked[row] = info
             continue
@@ -279,7 +283,8 @@ def split_infos(
             unpacked[row] = info
             continue
         if row != stop:
-            runs.append((row, layout, records := []))
+            records = []
+            runs.append((row, layout, records))
         records.append(record)
         stop = row + 1
         if others:

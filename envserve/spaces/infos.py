@@ -193,7 +193,8 @@ def encode_infos(
     for part in parts:
         _omit_largest(part, row_budget)
     _omit_largest([*chain.from_iterable(parts)], budget)
-    encoded = _pack_map([_PACKER.pack(r) + info.encode() for r, info in fitted.items()])
+    pairs = [_PACKER.pack(row) + info.encode() for row, info in fitted.items()]
+    encoded = _pack_map(pairs)
     # The lists of omitted keys alone may exceed the budget.
     return encoded if budget.fits(encoded) else _EMPTY_MAP
 
@@ -223,8 +224,8 @@ def join_infos(
         if num_values <= _MAX_VALUES_BY_PAIR:
             return encode_infos(infos, budget, budget)
         shares = {
-            r: budget.used_fraction(len(p.encoded), p.num_values)
-            for r, p in packed.items()
+            row: budget.used_fraction(len(info.encoded), info.num_values)
+            for row, info in packed.items()
         }
         for row in sorted(shares, key=lambda row: shares[row], reverse=True):
             if budget.allows(num_bytes, num_values):
@@ -292,10 +293,12 @@ def _copy(value: Any, seen: dict[int, tuple[Any, Any]]) -> Any:
     copied: Any = value
     if isinstance(value, Mapping):
         # Keep the value alive, so that no other object gets its id.
-        seen[id(value)] = value, (copied := {})
+        copied = {}
+        seen[id(value)] = value, copied
         copied.update((key, _copy(item, seen)) for key, item in value.items())
     elif isinstance(value, list | tuple):
-        seen[id(value)] = value, (copied := [])
+        copied = []
+        seen[id(value)] = value, copied
         copied.extend(_copy(item, seen) for item in value)
         if isinstance(value, tuple):
             copied = tuple(copied)

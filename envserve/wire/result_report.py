@@ -136,8 +136,8 @@ class ResultReport:
                 if budget.num_bytes > 0:
                     infos = self._encode_infos(budget)
                     return _pack(infos, faults, errors, notes, text_bytes)
-        merged = _merge_faults(faults), _merge_errors(errors)
-        return _pack(_NO_INFOS, *merged, notes, _MERGED_TEXT_BYTES)
+        faults, errors = _merge_faults(faults), _merge_errors(errors)
+        return _pack(_NO_INFOS, faults, errors, notes, _MERGED_TEXT_BYTES)
 
     def _encode_infos(self, budget: InfoBudget) -> _EncodedInfos:
         columns, others = split_columns(self.infos)
@@ -247,7 +247,8 @@ def _pack(
         columns=[(part.start, part.layout.encoded, part.data) for part in infos[0]],
         faults=[
             _FaultGroup(
-                *(status, is_violation),
+                status,
+                is_violation,
                 clip(text, text_bytes, keep_end=status is Status.ENV_ERROR),
                 _pack_indices(rows),
             )

@@ -107,7 +107,7 @@ class RowCodec:
     @property
     def max_result_bytes(self) -> int:
         """Size in bytes of a result of all rows if the episode of each row ends."""
-        per_row: int = sum(a.shape[1] for a in (*self.results, *self.finals))
+        per_row: int = sum(array.shape[1] for array in (*self.results, *self.finals))
         return self.num_envs * per_row
 
 

@@ -122,8 +122,9 @@ class EnvRow:
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
-        spaces = self._env.observation_space, self._env.action_space
-        spec = self._spec = EnvSpec(request.env_name, *spaces)
+        spec = self._spec = EnvSpec(
+            request.env_name, self._env.observation_space, self._env.action_space
+        )
         self._space = spec.observation_space
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
         self._single_leaf = self._single_dtype = self._single_shape = None

@@ -140,7 +140,7 @@ def _failure_message(error: BaseException) -> bytes:
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
-    """Yield from `built`, a worker's envs but the first; add a hint to their errors."""
+    """Yield the later envs of a worker from `built`; add a hint if one is not built."""
     try:
         yield from built
     except Exception as error:

@@ -284,7 +284,8 @@ class _Template:
         from envserve.envs import registry
 
         if env_names is None:
-            self._worker_imports, modules, env_names = modules, [], []
+            self._worker_imports = modules
+            modules, env_names = [], []
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
         files = dict.fromkeys(_thread_ids(), "")
@@ -465,7 +466,7 @@ class _Template:
             pid, status = unpatched.waitpid(ended.si_pid, 0)
             if not is_worker:  # an orphan, or a child of an imported module
                 continue
-            (request,) = [k for k, v in self._workers.items() if v == pid]
+            (request,) = [key for key, worker in self._workers.items() if worker == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
             tail = self._pipes.finish(request, is_reported=code != 0)

@@ -116,8 +116,9 @@ class VectorBlock:
             )
         self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
         self._is_fresh, self._step_kind = True, FIRST_STEP
-        spaces = env.single_observation_space, env.single_action_space
-        spec = self._spec = EnvSpec(name, *spaces)
+        spec = self._spec = EnvSpec(
+            name, env.single_observation_space, env.single_action_space
+        )
         leaves = spec.observation_leaves + spec.action_leaves
         if any(leaf.is_encoded for leaf in leaves):
             raise EnvStartError(
@@ -296,8 +297,9 @@ class VectorBlock:
             record, incarnation = self._records[row], self._incarnation
             if not (is_autoreset and record.reuse_start()):
                 seed = None if seeds is None else seeds[row]
-                arguments = incarnation, seed, None, options
-                record.begin_episode(None, *arguments, is_autoreset=is_autoreset)
+                record.begin_episode(
+                    None, incarnation, seed, None, options, is_autoreset=is_autoreset
+                )
 
     def _write_heartbeat(self, call_kind: int) -> None:
         """Write the next heartbeat and the kind of the env call; see `Slab`."""

@@ -84,10 +84,11 @@ def decode_spaces(payload: bytes, env_name: str) -> EnvSpec:
         spaces = codec.decode(
             payload, max_bytes=_MAX_SPACES_BYTES, max_values=_MAX_SPACES_VALUES
         )
-        both = restore(spaces["observation"]), restore(spaces["action"])
+        observation_space = restore(spaces["observation"])
+        action_space = restore(spaces["action"])
     except (codec.CodecError, SpaceError, TypeError, KeyError) as error:
         raise ValueError(error) from None
-    return EnvSpec(env_name, *both)
+    return EnvSpec(env_name, observation_space, action_space)
 
 
 class WorkerReport(msgspec.Struct):

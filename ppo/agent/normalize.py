@@ -108,7 +108,7 @@ class RunningMoments:
     def in_numpy(
         clip: float, scale: tuple[tf.Tensor, ...], num_rows: int
     ) -> Callable[[np.ndarray], np.ndarray]:
-        """Return a function that does the same as `normalize`, but in NumPy.
+        """Return the NumPy form of `normalize`.
 
         The function maps arrays `[N, ...]` to float64 arrays `[N, ...]`.
 

@@ -8,6 +8,7 @@ algorithm.
 import abc
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -105,6 +106,34 @@ class Algorithm(abc.ABC):
         these metrics, not their means.
         """
         return self.agent.preprocess.statistics()
+
+    def save_data(self, folder: Path) -> None:  # noqa: B027
+        """Save data that is too large for every checkpoint, such as a replay buffer.
+
+        Called before each checkpoint is written. A run can be killed before this
+        checkpoint is complete, so the data of the preceding checkpoint must not be
+        overwritten. By default, save nothing.
+
+        Args:
+            folder: Folder in the run folder for these data; it may not exist yet.
+
+        Raises:
+            OSError: The data cannot be written.
+        """
+
+    def load_data(self, folder: Path, steps: int) -> None:  # noqa: B027
+        """Load data that `save_data` saved, after a checkpoint has been restored.
+
+        Called whenever a run is resumed. By default, load nothing.
+
+        Args:
+            folder: Folder that `save_data` used; it may not exist.
+            steps: Env steps of the run until the checkpoint. The folder may contain
+                data of later steps, which the resumed run repeats.
+
+        Raises:
+            CheckpointError: The data cannot be read.
+        """
 
     @classmethod
     def read_settings(cls, config: Config) -> Any:

@@ -29,9 +29,10 @@ def evaluate(
     inter_op_threads: InterOpThreads = 1,
 ) -> None:
     """Evaluate the policy of a checkpoint, by default the newest."""
-    threads = intra_op_threads, inter_op_threads
     options = EnvOptions(connect, import_, trust)
-    with open_run(run, checkpoint, options, *threads) as opened:
+    with open_run(
+        run, checkpoint, options, intra_op_threads, inter_op_threads
+    ) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.evaluate import evaluate_run, mode_remark
 

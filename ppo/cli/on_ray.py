@@ -42,9 +42,12 @@ def train_on_ray(given: GivenOptions) -> int:
     Raises:
         LearnerLostError: Learners failed three times without a new checkpoint.
     """
-    values, newest, num_failed = given.values, None, 0
+    values = given.values
+    newest, num_failed = None, 0
     is_restartable, run_dir = "restartable" in values, values.get("run_dir")
-    needed = {"on", "learners", "config", *["run_dir"] * is_restartable}
+    needed = {"on", "learners", "config"}
+    if is_restartable:
+        needed.add("run_dir")
     excluded = {"seeds", "resume", "distribute", "page"}
     if not needed <= values.keys() or excluded & values.keys():
         raise ConfigError(

@@ -78,7 +78,8 @@ class Screen:
         self._is_live = console.is_interactive and logger is None
         self._has_glyphs = not console.options.ascii_only
         self._seconds_between_lines = seconds_between_lines
-        self._phase, self._is_transient, self._began = "", True, 0.0
+        self._phase, self._is_transient = "", True
+        self._began = 0.0
         self._progress: Progress | None = None
         # Time in seconds and env steps of the first and the last progress report.
         self._first = self._last = (0.0, 0)
@@ -132,7 +133,8 @@ class Screen:
         if is_first:
             self._end_phase(is_finished=True)
             self._first = self._last
-        self._phase, self._is_transient, self._began = _TRAINING, False, self._first[0]
+        self._phase, self._is_transient = _TRAINING, False
+        self._began = self._first[0]
         if not math.isnan(progress.mean_return):
             self._returns.append(progress.mean_return)
         if is_first and not self._is_live:

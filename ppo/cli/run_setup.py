@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import time
@@ -82,30 +81,6 @@ class Plan(NamedTuple):
             f"The run is longer now, so settings that decay to 0 increase from "
             f"{100 * before:.0f} % to {100 * now:.0f} % of their initial values: "
             f"{names}."
-        )
-
-    def replay_warning(self, steps: int) -> str:
-        """Return a warning if SAC cannot learn in the remaining steps.
-
-        Return an empty string if it can, or for other algorithms. Requires TensorFlow.
-        `steps` is the number of env steps so far.
-        """
-        from ppo.algorithms.load import load_algorithm
-        from ppo.algorithms.sac.sac import SAC
-
-        config, algorithm = self.config, load_algorithm(self.config)
-        if not issubclass(algorithm, SAC):
-            return ""
-        size = config.steps_per_iteration
-        remaining = (config.total_steps - steps) // size * size
-        random_steps: int = getattr(algorithm.read_settings(config), "random_steps", 0)
-        if not 0 < remaining < random_steps:
-            return ""
-        total_steps = steps + math.ceil(random_steps / size) * size
-        return (
-            f"The policy will not be trained, because a resumed run first collects "
-            f"random_steps = {random_steps:,} steps, and only {remaining:,} remain; "
-            f"use --set total_steps={total_steps} or more."
         )
 
     def header(self, num_workers: int | None) -> list[str]:

@@ -191,8 +191,9 @@ def train(
             for line in plan.header(num_workers):
                 screen.print(line)
             threads = (intra_op_threads, inter_op_threads)
-            learner = addresses, index, rendezvous_timeout
-            plan = _join_learners(screen, plan, threads, *learner)
+            plan = _join_learners(
+                screen, plan, threads, addresses, index, rendezvous_timeout
+            )
             is_finished = _train(screen, monitors, plan, num_workers)
         finally:
             with preserved_interrupts(is_deferred=True):
@@ -285,9 +286,13 @@ def _train(
     learners, share = plan.learners, config.per_learner(plan.learners.num)
     if plan.is_resumed and run_folder.has_checkpoint():
         _report_earlier_run(screen, plan, read_counters(run_folder.checkpoints).steps)
-    arguments = (source.addresses, num_workers, source.import_modules)
-    first = learners.index * share.num_envs
-    make_env = env_maker(share, *arguments, first_env_index=first)
+    make_env = env_maker(
+        share,
+        source.addresses,
+        num_workers,
+        source.import_modules,
+        first_env_index=learners.index * share.num_envs,
+    )
 
     def make_monitored_env(
         *, num_envs: int, seed: int, is_training: bool = False
@@ -343,9 +348,7 @@ def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
             f"The run is already at {steps:,} steps; use --set total_steps=... to "
             "train for more steps."
         )
-    for warning in filter(
-        None, (plan.decay_warning(steps), plan.replay_warning(steps))
-    ):
+    if warning := plan.decay_warning(steps):
         screen.print(warning)
 
 

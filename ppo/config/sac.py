@@ -21,9 +21,13 @@ class SACSettings:
 
     random_steps: Annotated[int, Meta(ge=0, le=2**53)] = 1_000
     """Number of environment steps before the first gradient step. Until then, actions
-    are almost uniformly distributed. A resumed run also waits for this number of steps,
-    because checkpoints do not contain the replay buffer. Must not exceed replay_size,
-    or total_steps rounded down to whole iterations."""
+    are almost uniformly distributed. Must not exceed replay_size, or total_steps
+    rounded down to whole iterations."""
+
+    save_replay: bool = True
+    """Whether to save the replay buffer in the run folder, so that a resumed run can
+    continue with it. Each transition is written once, when the next checkpoint is
+    written."""
 
     updates_per_step: Annotated[float, Meta(ge=1e-6, le=1_000.0)] = 1.0
     """Number of gradient steps per environment step. Rounded to whole gradient steps

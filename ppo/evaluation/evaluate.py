@@ -341,8 +341,9 @@ def _play(
             if unfinished[index] and not is_waiting[index]:
                 played[index].append(episode)
                 unfinished[index] = len(played[index]) < quotas[index]
-                num_cut, idle_steps = num_cut + is_cut, 0
-                if num_cut == is_cut == 1:
+                idle_steps = 0
+                num_cut += is_cut
+                if is_cut and num_cut == 1:
                     _warn_of_endless_episodes(env, time_limit)
             is_waiting[index] = is_cut
         _check_lost_episodes(env, np.where(unfinished, tracker.consecutive_lost, 0))

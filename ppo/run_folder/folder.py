@@ -6,6 +6,7 @@ metrics.jsonl      one line per iteration or report
 tensorboard/       the same metrics for TensorBoard
 lock               locked while the run is trained
 checkpoints/       see `ppo.run_folder.checkpoint`
+algorithm/         other data of the algorithm, such as SAC's replay buffer
 evaluation.json    result of the final evaluation
 """
 
@@ -61,6 +62,7 @@ class RunFolder:
         self.env_source_path = path / "envs.json"
         self.metrics_path = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.algorithm_data = path / "algorithm"
         self._is_locked = False
 
     @property
@@ -235,7 +237,8 @@ class RunFolder:
                 _LOGGER.warning(
                     "%s: this file system has no locks (%s), so make sure that no "
                     "other process trains this run",
-                    *(self.path, _reason(error)),
+                    self.path,
+                    _reason(error),
                 )
             with self.writing():
                 file.truncate(0)

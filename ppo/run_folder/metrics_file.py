@@ -81,7 +81,7 @@ def _complete_row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
         known = {name: value for name, value in row.items() if value is not None}
         is_row = "steps" in known and all(map(math.isfinite, known.values()))
-        "".join(row).encode()  # raises an error if a name has surrogates
+        "".join(row).encode()  # raises UnicodeEncodeError for surrogates
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return row if is_row else None

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import typer
 
+from benchmarks.scores.command import _read, main
 from benchmarks.scores.document import (
     aggregate,
     measured,
     table_rows,
     write_document,
 )
-from benchmarks.scores.many import _read, main
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import RANDOM_RETURNS, TASKS, Task
 from ppo.config.named_configs import CONFIGS, EXPECTED_RESULTS, expected_result
@@ -243,7 +243,7 @@ def test_finished_runs_are_not_repeated(
         },
     )
     assert tiny.name == "cartpole-4k"
-    monkeypatch.setattr("benchmarks.scores.many.TASKS", (tiny,))
+    monkeypatch.setattr("benchmarks.scores.command.TASKS", (tiny,))
     monkeypatch.setattr("benchmarks.scores.document.TASKS", (tiny,))
     document = tmp_path / "scores.md"
     document.write_text("<!-- scores: begin -->\n<!-- scores: end -->\n")
@@ -270,6 +270,6 @@ def test_finished_runs_are_not_repeated(
     assert (folder / "from-before").exists()
     assert (resumed.curve, resumed.final) == (first.curve, first.final)
     monkeypatch.setattr(
-        "benchmarks.scores.many.run_one", None
+        "benchmarks.scores.command.run_one", None
     )  # not to be called again
     main(None, seeds=1, runs=tmp_path, document=document, processes=1)

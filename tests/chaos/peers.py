@@ -36,6 +36,9 @@ OURS: Final = "envserve BatchEnv"
 _STEP_TIMEOUT: Final = 1.0
 _NUM_ENVS: Final = 4
 _NUM_LATER: Final = 20
+_MARKED: Final = "correct; lost rows are marked"
+#: Seconds after which rows that are still marked as lost count as not recovered.
+_RECOVERY_SECONDS: Final = 30.0
 _SLOW, _HANG = 900, 901
 _SLOW_SECONDS: Final = 0.5
 _PATIENCE_SECONDS: Final = 0.2
@@ -192,7 +195,7 @@ class _Calls:
         self.num_wrong += wrong
         if wrong:
             return "results of another action"
-        return "correct" if valid.all() else "correct; lost rows are marked"
+        return "correct" if valid.all() else _MARKED
 
 
 @contextlib.contextmanager
@@ -259,7 +262,11 @@ def probe(peer: str, fault: str, seed: int) -> ProbeResult | str:
             return f"expected correct results before the fault; got {before}"
         first = FAULTS[fault](calls)
         later: list[str] = []
-        while len(later) < _NUM_LATER and later[-1:] != ["hangs"]:
+        deadline = time.monotonic() + _RECOVERY_SECONDS
+        while later[-1:] != ["hangs"] and (
+            len(later) < _NUM_LATER
+            or (later[-1] == _MARKED and time.monotonic() < deadline)
+        ):
             later.append(calls.step())
         return ProbeResult(
             first, Counter(later), calls.num_wrong, later[-1] == "correct"

@@ -65,10 +65,8 @@ def test_the_same_seed_returns_the_rows_and_infos_of_sb3_envs(name: str) -> None
     episodes = 0
     for _ in range(450):
         actions = generator.integers(0, num_actions, 4)
-        (*arrays, infos), (*own_arrays, own_infos) = (
-            ours.step(actions),
-            theirs.step(actions),
-        )
+        *arrays, infos = ours.step(actions)
+        *own_arrays, own_infos = theirs.step(actions)
         for array, own_array in zip(arrays, own_arrays, strict=True):
             assert array.dtype == own_array.dtype
             np.testing.assert_array_equal(array, own_array)

@@ -257,7 +257,7 @@ def mark_as_valid(patch: Patch, status: Status) -> None:
         chosen = result.status == status
         result.valid[chosen], result.status[chosen] = True, Status.OK
 
-    around(patch, Absence, "show", show)
+    around(patch, Absence, "mark_rows", show)
 
 
 @bug(BATCHES)

@@ -206,4 +206,4 @@ def padding_is_truncated(patch: Patch) -> None:
         real(self, spec, row_set, result)
         result.truncated[result.status == Status.PENDING] = True
 
-    around(patch, Absence, "show", show)
+    around(patch, Absence, "mark_rows", show)

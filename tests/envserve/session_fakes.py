@@ -335,7 +335,7 @@ def step_all(
 
 
 def attach_and_step(num_steps: int = 3, **changes: Any) -> ClientSession:
-    """Return a client that has stepped a few times on a server with boot number 1."""
+    """Return a client that has stepped a few times on a server with boot id 1."""
     server = FakeServer(boot=1)
     client = attach(server, **changes)
     client.submit_reset([Reset(0), Reset(1)], 0.0)

@@ -18,7 +18,7 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
-from envserve.client.link.zmq_guards.wakeup import ByteCounter
+from envserve.client.link.zmq_guards.byte_counter import ByteCounter
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.host_resources import num_cores
 from envserve.monitoring.observer import Observer

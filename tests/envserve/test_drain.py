@@ -98,7 +98,7 @@ def test_a_server_that_leaves_the_request_unanswered_is_an_error(
 
 
 def answer_as(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer requests with these boot numbers; 0 for none."""
+    """Answer requests with these boot ids; 0 for none."""
 
     def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
         if not (boot := boots.pop(0)):

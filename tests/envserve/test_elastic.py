@@ -464,10 +464,8 @@ def test_a_server_that_cannot_create_the_envs_does_not_end_a_start(
 ) -> None:
     """It is not ready either: its only named env cannot be imported."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    good, bad = (
-        source.start(8),
-        source.start(8, "--import", str(tmp_path / "broken.py"), "--env", LEDGER),
-    )
+    good = source.start(8)
+    bad = source.start(8, "--import", str(tmp_path / "broken.py"), "--env", LEDGER)
     assert bad.welcome().is_starting
     assert not good.welcome().is_starting
     connect = functools.partial(BatchEnv.connect, LEDGER, [source.url], 8, seed=5)

@@ -90,9 +90,9 @@ def test_a_block_without_a_running_request_cannot_finish(client: RawClient) -> N
 def test_a_lease_moves_only_forward() -> None:
     machine = StateMachine(LeaseState.BUILDING)
     for state in (LeaseState.GRANTED, LeaseState.CLOSING, LeaseState.ENDED):
-        machine.move(state)
+        machine.change_to(state)
         with pytest.raises(LocalProtocolError, match=f"from {state.name}"):
-            machine.move(LeaseState.BUILDING)
+            machine.change_to(LeaseState.BUILDING)
 
 
 def test_repeated_replies_start_with_other_blocks() -> None:

@@ -21,7 +21,7 @@ NUM_ENVS = 4
 
 @dataclass
 class Server:
-    """A server; a new boot number means that its envs are gone."""
+    """A server; a new boot id means that its envs are gone."""
 
     room: int = 16
     is_up: bool = True
@@ -51,7 +51,7 @@ class World:
         for number in range(num_lanes):
             lane = f"lane {number}"
             at = listed[number] if number < len(listed) else NO_ADDRESS
-            self.placement.join(lane, at, NUM_ENVS)
+            self.placement.add(lane, at, NUM_ENVS)
             self.leases[lane] = (at, 0) if at in self.servers else None
 
     def run(self, seconds: float) -> None:
@@ -75,13 +75,13 @@ class World:
 
     def _run_lane(self, lane: str) -> None:
         if self._has_lease(lane):
-            self.placement.settle(lane)
+            self.placement.end_search(lane)
             self.silent_since.pop(lane, None)
             if lane in self.placement.targets and self.now % 5 == 0:  # episodes end
                 target = self.servers[self.placement.targets[lane]]
                 if target.refuses:
                     self.refused_at.append(self.now)
-                    self.placement.refuse(lane, self.now)
+                    self.placement.record_refusal(lane, self.now)
                 else:
                     self.moved_at.append(self.now)
                     self._attach(lane, self.placement.move(lane))
@@ -95,7 +95,7 @@ class World:
         may_recover = own is not None and own.is_listed and own.boot == 0
         if self.polled_at < since or (may_recover and self.now < since + 5.0):
             return
-        found = self.placement.take(
+        found = self.placement.assign(
             lane,
             self.now,
             may_recover=may_recover,
@@ -110,7 +110,7 @@ class World:
         self.leases[lane] = None
         if server.is_up and self._num_free(at) >= NUM_ENVS and not server.refuses:
             self.leases[lane] = at, server.boot
-            self.placement.settle(lane)
+            self.placement.end_search(lane)
 
     def _num_free(self, at: str) -> int:
         used = sum(
@@ -249,21 +249,21 @@ def test_an_added_server_takes_its_share_within_a_minute() -> None:
 def test_a_lane_that_is_about_to_give_up_shares_a_server_at_once() -> None:
     placement = Placement()
     for lane in ("a", "b", "c"):
-        placement.join(lane, f"server of {lane}", NUM_ENVS)
+        placement.add(lane, f"server of {lane}", NUM_ENVS)
     placement.num_free = {"server of c": 8}
-    assert placement.take("a", 1.0, may_recover=True) == "server of c"
-    assert placement.take("b", 2.0, may_recover=True) is None
-    assert placement.take("b", 2.0, may_recover=True, is_urgent=True) == "server of c"
+    assert placement.assign("a", 1.0, may_recover=True) == "server of c"
+    assert placement.assign("b", 2.0, may_recover=True) is None
+    assert placement.assign("b", 2.0, may_recover=True, is_urgent=True) == "server of c"
 
 
 def test_lanes_do_not_move_to_a_server_that_has_rejected_one() -> None:
     placement = Placement()
     for lane in ("a", "b"):
-        placement.join(lane, NO_ADDRESS, NUM_ENVS)
+        placement.add(lane, NO_ADDRESS, NUM_ENVS)
         placement.locations[lane] = "good"
-    placement.join("c", "bad", NUM_ENVS)
+    placement.add("c", "bad", NUM_ENVS)
     placement.exclude("c", now=0.0)
-    placement.leave("c")
+    placement.remove("c")
     for now in (1.0, 3600.0):
         placement.num_free = {"good": 8, "bad": 8}
         placement.spread(now)
@@ -306,7 +306,7 @@ def test_lanes_try_a_server_that_refuses_them_less_and_less_often() -> None:
 def test_servers_listed_several_times_keep_their_lanes() -> None:
     placement = Placement()
     for lane, at in zip("abcd", ("first", "first", "first", "other"), strict=True):
-        placement.join(lane, at, NUM_ENVS)
+        placement.add(lane, at, NUM_ENVS)
     placement.num_free = {"first": 8, "other": 8}
     placement.spread(10.0)
     assert not placement.targets

@@ -122,10 +122,8 @@ def test_whole_episodes_are_reported_while_they_are_watched(
             step(pool, random.integers(0, 2, 4))
             rows = pool.rows
             for row in range(4):
-                was_over, is_over[row] = (
-                    is_over[row],
-                    bool(rows.terminated[row] | rows.truncated[row]),
-                )
+                was_over = is_over[row]
+                is_over[row] = bool(rows.terminated[row] | rows.truncated[row])
                 if was_over and autoreset == "next_step":
                     continue  # this step was the reset
                 if (running := begun[row]) is not None:

@@ -51,7 +51,7 @@ def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
     monkeypatch.setattr(module, "request_welcome", silence)
     server_pool = ServerPool(ADDRESSES, insecure=True)
     yield server_pool
-    server_pool.leave(None, time.monotonic() + 120)
+    server_pool.remove(None, time.monotonic() + 120)
 
 
 def test_unresponsive_servers_are_polled_concurrently(
@@ -81,8 +81,8 @@ def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     source = tmp_path / "servers"
     source.write_text(f"{listed}\n{vanished}")
     server_pool = ServerPool([f"file://{source}"], insecure=True)
-    server_pool.placement.join(0, listed, 1)
-    server_pool.placement.join(1, vanished, 1)
+    server_pool.placement.add(0, listed, 1)
+    server_pool.placement.add(1, vanished, 1)
 
     def gone() -> list[bool]:
         since = time.monotonic()
@@ -96,7 +96,7 @@ def test_an_unresponsive_server_is_gone_once_its_source_no_longer_lists_it(
     source.unlink()  # a server is not gone if its source is unreadable
     assert gone() == [False, False]
     for lane in (0, 1):
-        server_pool.leave(lane, time.monotonic() + 120)
+        server_pool.remove(lane, time.monotonic() + 120)
 
 
 def test_names_that_cannot_be_resolved_leave_the_known_servers(
@@ -120,15 +120,15 @@ def test_names_that_cannot_be_resolved_leave_the_known_servers(
     server_pool = ServerPool(["dns://envs:5555"], insecure=True)
     assert server_pool.addresses == [dead, alive]
     for lane, address in enumerate(server_pool.addresses):
-        server_pool.placement.join(lane, address, 4)
+        server_pool.placement.add(lane, address, 4)
     is_dns_down = True
     since = time.monotonic()
     assert not server_pool.is_gone(dead, since)
     wait_until(lambda: server_pool.polled_at >= since, 240)
     assert [server_pool.is_gone(at, since) for at in (dead, alive)] == [True, False]
-    assert server_pool.take(0, may_recover=False) == alive
+    assert server_pool.assign(0, may_recover=False) == alive
     for lane in (0, 1):
-        server_pool.leave(lane, time.monotonic() + 120)
+        server_pool.remove(lane, time.monotonic() + 120)
 
 
 def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
@@ -142,16 +142,16 @@ def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
 
     monkeypatch.setattr(module, "request_welcome", wait)
     for user, address in enumerate(ADDRESSES):
-        server_pool.placement.join(user, address, 1)
+        server_pool.placement.add(user, address, 1)
     since = time.monotonic()
     server_pool.is_gone(ADDRESSES[0], since)
     *others, last = list(server_pool.placement.locations)
     for lane in others:
-        server_pool.leave(lane, since + FOREVER_SECONDS)
-    server_pool.leave(last, since)
+        server_pool.remove(lane, since + FOREVER_SECONDS)
+    server_pool.remove(last, since)
     assert server_pool.polled_at < since
     may_end.set()
-    server_pool.leave(last, since + FOREVER_SECONDS)
+    server_pool.remove(last, since + FOREVER_SECONDS)
     assert server_pool.polled_at >= since
 
 
@@ -181,7 +181,7 @@ def test_a_failed_poll_is_logged_once_and_retried_after_a_pause(
         return len(tried) > 1
 
     wait_until(has_failed_twice, 240)
-    server_pool.leave(None, time.monotonic() + 120)
+    server_pool.remove(None, time.monotonic() + 120)
     assert server_pool.polled_at >= since
     assert tried[1] > tried[0] + module._PAUSE_SECONDS
     assert caplog.text.count("polling the servers failed: RuntimeError") == 1
@@ -218,4 +218,4 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
         assert state_of(session) is ClientState.HELLO_SENT
         assert session.address == connection.address == fit
         assert server_pool.placement.locations[driver] == fit
-        server_pool.leave(driver, time.monotonic() + 120)
+        server_pool.remove(driver, time.monotonic() + 120)

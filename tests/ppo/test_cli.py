@@ -480,24 +480,6 @@ def test_a_longer_run_warns_about_decaying_settings_that_increase(
     assert warning(longer.replace(**plain), 100 * 2048) == ""
 
 
-def test_a_resumed_run_warns_if_sac_cannot_learn_in_the_remaining_steps(
-    tmp_path: Path,
-) -> None:
-    sac = CONFIGS["pendulum-sac"]  # iterations of 16 steps, random_steps=1_000
-
-    def warning(config: Config, steps: int) -> str:
-        plan = Plan(RunFolder(tmp_path), config, "", EnvSource(), config)
-        return plan.replay_warning(steps)
-
-    assert warning(sac, 19_008).endswith(
-        "random_steps = 1,000 steps, and only 992 remain; "
-        "use --set total_steps=20016 or more."
-    )
-    assert warning(sac, 18_992) == warning(sac, 20_000) == ""
-    assert warning(sac.replace(total_steps=20_016), 19_008) == ""
-    assert warning(CONFIGS["pendulum"], 19_008) == ""
-
-
 def test_an_env_that_cannot_be_stepped_is_an_error_before_tensorflow_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

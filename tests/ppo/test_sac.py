@@ -1,5 +1,6 @@
 """SAC: replay buffer, targets, spaces, resume."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from ppo.agent.actions.distributions import SquashedGaussian
 from ppo.algorithms.sac.replay import Replay
 from ppo.algorithms.sac.sac import SAC
 from ppo.config import Config
-from ppo.errors import ConfigError, UnsupportedSpaceError
+from ppo.errors import CheckpointError, ConfigError, UnsupportedSpaceError
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
 from tests.ppo.runs import Maker, rollout_of, rows_of, run
 from tests.ppo.sac_in_numpy import Reference
@@ -170,17 +171,143 @@ def test_random_steps_that_prevent_all_training_are_an_error(
         SAC.check(CONFIG.replace(random_steps=33).replace(**limit))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_resumed_run_continues_with_the_temperature_and_an_empty_replay(
-    tmp_path: Path, overlap: bool
+def add_rewards(replay: Replay, first: int, end: int) -> None:
+    """Add transitions with the rewards `first` to `end - 1`."""
+    reward = np.arange(first, end, dtype=float)[:, None]
+    observation = np.arange(first, end + 1.0)[:, None, None]
+    replay.add(
+        rollout_of(
+            end - first, reward=reward, observation=np.tile(observation, (1, 1, 2))
+        )
+    )
+
+
+def rewards_in(replay: Replay) -> set[float]:
+    """Return the rewards in a buffer, after checking that each row is consistent."""
+    rows = replay.sample((50, 10), (1, 2))
+    observation = np.tile(rows["reward"][..., None], (1, 1, 2))
+    np.testing.assert_array_equal(rows["observation"], observation)
+    np.testing.assert_array_equal(rows["next_observation"], observation + 1)
+    return set(rows["reward"].ravel())
+
+
+def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
+    tmp_path: Path, random_generator: np.random.Generator
 ) -> None:
-    config = CONFIG.replace(overlap=overlap, learning_rate=0.1)
+    """A run is killed at random moments: between saves, and after a save without a
+    checkpoint."""
+    for capacity in (5, 16, 200):
+        folder = tmp_path / str(capacity)
+        replay, steps, checkpoint = Replay(capacity), 0, 0
+        for _ in range(60):
+            action = random_generator.integers(5)
+            if action == 0:
+                replay.save(folder)
+                checkpoint = steps
+            elif action == 1:
+                if is_saved := random_generator.random() < 0.5:
+                    replay.save(folder)
+                replay, steps = Replay(capacity), checkpoint
+                replay.load(folder, steps)
+                assert replay.size == min(steps, capacity), is_saved
+            else:
+                end = steps + int(random_generator.integers(1, 8))
+                add_rewards(replay, steps, end)
+                steps = end
+                expected = range(max(0, steps - capacity), steps)
+                assert rewards_in(replay) <= set(expected)
+                assert replay.size == len(expected)
+        replay.save(folder)
+        loaded = Replay(capacity)
+        loaded.load(folder, steps)
+        add_rewards(loaded, steps, steps + 1)
+        assert loaded.size == min(steps + 1, capacity)
+        assert max(rewards_in(loaded)) == steps
+        firsts = [int(path.name[13:25]) for path in folder.iterdir()]
+        assert min(firsts) > steps - capacity  # files with older transitions are gone
+
+
+def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = Replay(100)
+    for first in (0, 10, 20, 30):
+        add_rewards(replay, first, first + 10)
+        replay.save(tmp_path)
+    (tmp_path / "000000000010-000000000020.npz").unlink()
+    loaded = Replay(100)
+    loaded.load(tmp_path, 40)
+    assert "expected the last 40 transitions of the run, found 20" in caplog.text
+    add_rewards(loaded, 40, 41)
+    assert rewards_in(loaded) == set(range(20, 41))
+    (tmp_path / "000000000030-000000000040.npz").unlink()
+    older = Replay(100)
+    older.load(tmp_path, 40)
+    add_rewards(older, 40, 50)
+    older.save(tmp_path)
+    loaded = Replay(100)
+    loaded.load(tmp_path, 50)
+    add_rewards(loaded, 50, 51)
+    assert rewards_in(loaded) == {*range(20, 30), *range(40, 51)}
+    smaller = Replay(15)
+    smaller.load(tmp_path, 50)
+    add_rewards(smaller, 50, 51)
+    assert rewards_in(smaller) == {*range(26, 30), *range(40, 51)}
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "pipe", "fewer", "zip"])
+def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
+    tmp_path: Path, damage: str
+) -> None:
+    replay = Replay(100)
+    add_rewards(replay, 0, 50)
+    replay.save(tmp_path)
+    path = tmp_path / "000000000000-000000000050.npz"
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "pipe":
+        os.mkfifo(path)
+    elif damage == "fewer":
+        np.savez(path, np.zeros((49, 2)))
+    elif damage == "zip":
+        np.savez_compressed(path, np.zeros((50, 2)))
+    else:
+        cut = {"cut": content[:-600], "empty": b"", "text": b"transitions"}[damage]
+        path.write_bytes(cut)
+    with pytest.raises(CheckpointError, match=r"050\.npz: cannot read .* Remove "):
+        Replay(100).load(tmp_path, 50)
+
+
+def test_saved_transitions_of_other_observations_are_an_error(tmp_path: Path) -> None:
+    replay = Replay(100)
+    add_rewards(replay, 0, 50)
+    replay.save(tmp_path)
+    loaded = Replay(100)
+    loaded.load(tmp_path, 50)
+    with pytest.raises(CheckpointError, match=r"expected transitions .* got .*\(3,\)"):
+        loaded.add(
+            rollout_of(
+                4,
+                observation=np.zeros((5, 1, 3)),
+                final_observation=np.zeros((4, 1, 3)),
+            )
+        )
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("save_replay", [True, False])
+def test_resumed_run_continues_with_the_temperature_and_the_saved_replay(
+    tmp_path: Path, overlap: bool, save_replay: bool
+) -> None:
+    config = CONFIG.replace(overlap=overlap, learning_rate=0.1, save_replay=save_replay)
     maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs))
     run(tmp_path / "run", config.replace(total_steps=48), maker)
     run(tmp_path / "run", config, maker, resume=True)
     rows = rows_of(tmp_path / "run")
-    assert [row["replay_transitions"] for row in rows] == [16, 32, 48, 16, 32, 48]
-    assert "temperature" not in rows[0] | rows[3]
-    temperatures = [rows[index]["temperature"] for index in (1, 2, 4, 5)]
+    sizes = [64, 80, 96] if save_replay else [16, 32, 48]
+    assert [row["replay_transitions"] for row in rows] == [16, 32, 48, *sizes]
+    assert "temperature" not in rows[0]
+    assert ("temperature" in rows[3]) == save_replay
+    temperatures = [row["temperature"] for row in rows if "temperature" in row]
     assert temperatures == sorted(temperatures, reverse=True)
-    assert 1.0 > temperatures[0] > temperatures[3]
+    assert 1.0 > temperatures[0] > temperatures[-1]

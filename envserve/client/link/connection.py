@@ -20,9 +20,10 @@ from typing import Final
 import zmq
 
 from envserve.client.link.attacher import Attacher
+from envserve.client.link.zmq_guards.byte_counter import ByteCounter
 from envserve.client.link.zmq_guards.diagnosis import unknown_key_error
 from envserve.client.link.zmq_guards.resolver import Lookup, needs_no_lookup
-from envserve.client.link.zmq_guards.wakeup import ByteCounter, Waker
+from envserve.client.link.zmq_guards.wakeup import Waker
 from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder, UnknownServerKey
 from envserve.keys.key_pair import CurveKeys

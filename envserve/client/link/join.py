@@ -30,7 +30,7 @@ _PAUSE_SECONDS: Final = 0.2
 #: Minimum time to wait for the answer to JOIN, even after the deadline.
 _MIN_JOIN_SECONDS: Final = 1.0
 #: Findings that a retry within the timeout does not change.
-_LASTING: Final = (
+_PERMANENT: Final = (
     *(Finding.REFUSED, Finding.NOT_ZEROMQ, Finding.NOT_A_SERVER),
     *(Finding.USES_NO_KEYS, Finding.OTHER_SERVER, Finding.UNKNOWN_HOST),
 )
@@ -95,7 +95,7 @@ def _connect_to_all(
                 is_over.set()
             # Except for NOT_ZEROMQ, require the same finding twice, because a server
             # that closes all its connections refuses new ones for 0.1 s.
-            if finding in _LASTING and finding in (before, Finding.NOT_ZEROMQ):
+            if finding in _PERMANENT and finding in (before, Finding.NOT_ZEROMQ):
                 hopeless.add(address)
             before = finding
             if len(hopeless) == len(addresses):

@@ -51,37 +51,37 @@ class Placement:
         self._excluded_until: dict[str, float] = {}
         #: Servers that have been excluded at any time. Lanes that have a server do not
         #: move there.
-        self._unfit: set[str] = set()
+        self._ever_excluded: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
         #: First server of each lane. `spread` does not move a lane away from this
         #: server, because the user may have listed the server several times on purpose.
-        self._homes: dict[object, str] = {}
+        self._first_servers: dict[object, str] = {}
         self._next_spread_at = 0.0
 
-    def join(self, lane: object, address: str, num_envs: int) -> None:
+    def add(self, lane: object, address: str, num_envs: int) -> None:
         """Add a lane and the address of its server, or `NO_ADDRESS`."""
-        self.locations[lane] = self._homes[lane] = address
+        self.locations[lane] = self._first_servers[lane] = address
         self._sizes[lane] = num_envs
 
     def exclude(self, lane: object, now: float) -> None:
         """Exclude a lane's server for a minute, and leave the lane without a server."""
         self._excluded_until[self.locations[lane]] = now + EXCLUDE_SECONDS
-        self._unfit.add(self.locations[lane])
+        self._ever_excluded.add(self.locations[lane])
         self.locations[lane] = NO_ADDRESS
 
-    def settle(self, lane: object) -> None:
+    def end_search(self, lane: object) -> None:
         """Record that a lane no longer needs a different server."""
         self._searching.pop(lane, None)
         self._lost_together.discard(lane)
 
-    def leave(self, lane: object) -> None:
+    def remove(self, lane: object) -> None:
         """Remove a lane."""
-        self.settle(lane)
-        for each in (self.locations, self.targets, self._sizes, self._homes):
+        self.end_search(lane)
+        for each in (self.locations, self.targets, self._sizes, self._first_servers):
             each.pop(lane, None)
 
-    def take(
+    def assign(
         self,
         lane: object,
         now: float,
@@ -103,11 +103,12 @@ class Placement:
           The address of the server; None if there is none yet.
         """
         self.targets.pop(lane, None)
-        found, is_vacant = self._best(lane, now), self.locations[lane] == NO_ADDRESS
+        found = self._best_server(lane, now)
+        is_vacant = self.locations[lane] == NO_ADDRESS
         self._searching.setdefault(lane, now)
         if found is None:
             self._searching[lane] = now
-        lost = {n for n in self._searching if self.locations[n] != NO_ADDRESS}
+        lost = {at for at in self._searching if self.locations[at] != NO_ADDRESS}
         if len(lost) > 1:
             self._lost_together |= lost
         if found is None:
@@ -139,22 +140,22 @@ class Placement:
         self._next_spread_at = now + SPREAD_SECONDS
         avoided = [at for at, until in self._avoided_until.items() if now < until]
         counts = self.num_lanes()
-        taken = self._unfit.union(self.targets.values(), avoided)
+        excluded = self._ever_excluded.union(self.targets.values(), avoided)
         for lane in sorted(
             self.locations, key=lambda each: -counts[self.locations[each]]
         ):
             if counts[self.locations[lane]] < 2:
                 return
-            is_home = self.locations[lane] == self._homes[lane]
-            if is_home or lane in self.targets or lane in self._searching:
+            is_first_server = self.locations[lane] == self._first_servers[lane]
+            if is_first_server or lane in self.targets or lane in self._searching:
                 continue
-            found = self._best(lane, now, taken)
+            found = self._best_server(lane, now, excluded)
             if found and found[0] + 2 <= counts[self.locations[lane]]:
                 self.targets[lane] = found[1]
                 self.num_free[found[1]] -= self._sizes[lane]
                 return
 
-    def refuse(self, lane: object, now: float) -> None:
+    def record_refusal(self, lane: object, now: float) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         self._avoid(self.targets.pop(lane), now)
 
@@ -169,13 +170,13 @@ class Placement:
         del counts[NO_ADDRESS]
         return counts
 
-    def _best(
-        self, lane: object, now: float, taken: Collection[str] = ()
+    def _best_server(
+        self, lane: object, now: float, excluded: Collection[str] = ()
     ) -> tuple[int, str] | None:
         """Return the number of lanes and the address of the best other server.
 
         It has the fewest lanes and, among such servers, the most free envs. Return None
-        if no server that is not in `taken` has enough free envs for the lane.
+        if no server that is not in `excluded` has enough free envs for the lane.
         """
         counts, at = self.num_lanes(), self.locations[lane]
         fits = [
@@ -183,7 +184,7 @@ class Placement:
             for address, num_free in self.num_free.items()
             if num_free >= self._sizes[lane]
             and address != at
-            and address not in taken
+            and address not in excluded
             and now >= self._excluded_until.get(address, now)
         ]
         if not fits:

@@ -132,7 +132,8 @@ class RemoteLane:
         self._has_started, self._has_closed = threading.Event(), threading.Event()
         self._driver = SessionDriver(self._session, self._connection, server_pool)
         self._waker = self._connection.waker
-        self._diagnosis = Diagnosis(address, keys := self._connection.keys)
+        keys = self._connection.keys
+        self._diagnosis = Diagnosis(address, keys)
         # Diagnose a missing connection and, without keys, a peer that does not answer
         # HELLO. With keys, the connection proves that the peer is the server.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
@@ -244,7 +245,7 @@ class RemoteLane:
             now = time.monotonic()
             driver = self._driver
             if max_answer_bytes:
-                driver.accept(max_answer_bytes, now)
+                driver.raise_frame_limit(max_answer_bytes, now)
             try:
                 submit(what, now)
             except EnvserveError:  # the session was not changed
@@ -395,7 +396,7 @@ class RemoteLane:
                 self._driver.run(time.monotonic())
             self._finalizer()
         if (servers := self._driver.server_pool) is not None:
-            servers.leave(self._driver, self._close_by)
+            servers.remove(self._driver, self._close_by)
 
     def _release_lease(self) -> None:
         now = time.monotonic()
@@ -468,7 +469,7 @@ class RemoteLane:
         is_adopted = isinstance(error, LocalProtocolError)
         if error is not None and is_wanted and not is_adopted:
             _LOGGER.warning("cannot move envs to %s: %s", target, error)
-            servers.refuse(driver)
+            servers.record_refusal(driver)
         if successor is not None and (
             error is not None
             or not is_wanted

@@ -101,27 +101,27 @@ class ServerPool:
         except RuntimeError as error:  # the system is out of threads
             self._fail(error, time.monotonic())
 
-    def take(self, lane: object, **options: bool) -> str | None:
-        """Assign another server to a lane, or return None; see `Placement.take`."""
+    def assign(self, lane: object, **options: bool) -> str | None:
+        """Assign another server to a lane, or return None; see `Placement.assign`."""
         with self._lock:
-            return self.placement.take(lane, time.monotonic(), **options)
+            return self.placement.assign(lane, time.monotonic(), **options)
 
     def exclude(self, lane: object) -> None:
         """Exclude a lane's server for a minute, and leave the lane without a server."""
         with self._lock:
             self.placement.exclude(lane, time.monotonic())
 
-    def settle(self, lane: object) -> None:
+    def end_search(self, lane: object) -> None:
         """Record that a lane no longer needs a different server."""
         with self._lock:
-            self.placement.settle(lane)
+            self.placement.end_search(lane)
 
-    def refuse(self, lane: object) -> None:
+    def record_refusal(self, lane: object) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         with self._lock:
             # The lane has no target any more if it has lost its own server meanwhile.
             if lane in self.placement.targets:
-                self.placement.refuse(lane, time.monotonic())
+                self.placement.record_refusal(lane, time.monotonic())
 
     def move(self, lane: object) -> str:
         """Record that a lane moves to its target now; return its address."""
@@ -143,10 +143,10 @@ class ServerPool:
                     self._next_spread_poll_at = now + SPREAD_POLL_SECONDS
                     self._start_poll(is_full=False)
 
-    def leave(self, lane: object, until: float) -> None:
+    def remove(self, lane: object, until: float) -> None:
         """Remove a lane; after the last lane, wait for a running poll until `until`."""
         with self._lock:
-            self.placement.leave(lane)
+            self.placement.remove(lane)
         if self._thread is not None and not self.placement.locations:
             self._thread.join(max(0.0, until - time.monotonic()))
 
@@ -164,7 +164,9 @@ class ServerPool:
         if text not in self._reported:
             self._reported.add(text)
             _LOGGER.warning("%s; retrying", text, exc_info=error)
-        self.placement.num_free, self._gone, self.polled_at = {}, set(), began
+        self.placement.num_free = {}
+        self._gone = set()
+        self.polled_at = began
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
     def _poll(self, began: float, *, is_full: bool) -> None:

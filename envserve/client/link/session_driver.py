@@ -32,20 +32,20 @@ _LOGGER: Final = logging.getLogger(__name__)
 _RENEW_SECONDS: Final = 2.0
 #: If a new socket connects within this time, the old one was probably disconnected by a
 #: protocol error, not by an outage.
-_AT_ONCE_SECONDS: Final = 0.75
+_QUICK_CONNECT_SECONDS: Final = 0.75
 #: This many protocol errors within `_ERRORS_SECONDS` end the session.
 _MAX_ERRORS: Final = 3
 _ERRORS_SECONDS: Final = 10.0
 #: Seconds of silence after which a lane leaves a server that may still hold its envs,
 #: provided that another server has enough free envs.
-_SPARE_SECONDS: Final = 5.0
+_MAX_SILENCE_SECONDS: Final = 5.0
 #: Time after which a lane moves even if some of its envs have not ended an episode yet.
 _MOVE_SECONDS: Final = 30.0
 #: Interval at which `SessionDriver.run` must be called while answers arrive in time. It
 #: is long to save CPU time, but shorter than the session's timeouts.
 _CHECK_SECONDS: Final = 0.5
 #: Maximum duration of `SessionDriver.run`, so that its callers meet their deadlines.
-_RUN_SECONDS: Final = 0.02
+_MAX_RUN_SECONDS: Final = 0.02
 
 
 class SessionDriver:
@@ -70,7 +70,7 @@ class SessionDriver:
         self.server_pool = server_pool
         if server_pool is not None:
             num_envs = session.attachment.attach.num_hosted
-            server_pool.placement.join(self, connection.address, num_envs)
+            server_pool.placement.add(self, connection.address, num_envs)
         self.due_at = -math.inf
         self.is_moving = self._is_searching = False
         #: Mask of the rows that have ended an episode since `begin_move`, bool `[n]`.
@@ -96,7 +96,7 @@ class SessionDriver:
         if session.state.is_over:
             connection.flush(session.outbox)
             return
-        until = time.monotonic() + _RUN_SECONDS
+        until = time.monotonic() + _MAX_RUN_SECONDS
         is_late = False
         while not is_late:
             while not is_late and (frames := connection.receive()) is not None:
@@ -140,7 +140,7 @@ class SessionDriver:
         if (operations := self.session.attachment.client_blocks) is not None:
             most = operations.max_result_bytes
             self.connection.max_row_bytes = max(self.connection.max_row_bytes, most)
-            self.accept(most, now)
+            self.raise_frame_limit(most, now)
         if not self._is_connected and now > self._disconnected_since + _RENEW_SECONDS:
             self.connection.renew()
             self._disconnected_since, self._is_renewed = now, True
@@ -149,7 +149,7 @@ class SessionDriver:
         self.due_at = now + _CHECK_SECONDS if self._is_connected else now
         return is_readable
 
-    def accept(self, num_bytes: int, now: float) -> None:
+    def raise_frame_limit(self, num_bytes: int, now: float) -> None:
         """Accept frames of up to `num_bytes`; open a new connection if necessary."""
         if num_bytes > self.connection.max_frame_bytes:
             self.connection.renew(num_bytes)
@@ -163,8 +163,8 @@ class SessionDriver:
 
     def _on_connected(self, now: float) -> None:
         self._is_connected = True
-        if self._is_renewed and now < self._disconnected_since + _AT_ONCE_SECONDS:
-            self._check_errors_at = now + _AT_ONCE_SECONDS
+        if self._is_renewed and now < self._disconnected_since + _QUICK_CONNECT_SECONDS:
+            self._check_errors_at = now + _QUICK_CONNECT_SECONDS
         self.session.record_connect(now)
 
     def _check_repeated_errors(self, now: float) -> None:
@@ -201,7 +201,7 @@ class SessionDriver:
         if since is None:
             if self._is_searching:
                 self._is_searching = False
-                server_pool.settle(self)
+                server_pool.end_search(self)
             if now >= server_pool.spread_at:
                 server_pool.spread()
             return False
@@ -213,10 +213,10 @@ class SessionDriver:
         # If the server may still hold the envs, give it some time to answer.
         may_recover = not (is_gone or attachment.is_recovering)
         is_urgent = now >= attachment.give_up_at - 1.0
-        if may_recover and not (is_urgent or now >= since + _SPARE_SECONDS):
+        if may_recover and not (is_urgent or now >= since + _MAX_SILENCE_SECONDS):
             return False
         before, self._is_searching = placement.locations[self], True
-        found = server_pool.take(
+        found = server_pool.assign(
             self,
             may_recover=may_recover,
             is_refused=attachment.granted_by != attachment.address,

@@ -44,7 +44,13 @@ _MAX_EPISODES: Final = 64
 _MAX_POINTS: Final = 600
 _MAX_READ_BYTES: Final = 4 << 20
 #: Errors that occur if a line is not a JSON object with numbers.
-_INVALID: Final = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+_INVALID_LINE_ERRORS: Final = (
+    ValueError,
+    TypeError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+)
 _CURVES: Final = ("mean_return", "evaluation_return")
 #: Names of the statuses of rows without a fault.
 _NOT_LOST: Final = {Status.OK.name, Status.PENDING.name, Status.LATE.name}
@@ -198,7 +204,9 @@ class DataFeed:
             if isinstance(key, tuple):
                 del self._latest[key]
         for index, poller in enumerate(self._pollers):
-            poller.tiles = {t: widths[t] for t in widths if t[0] == index}
+            poller.tiles = {
+                tile: width for tile, width in widths.items() if tile[0] == index
+            }
             poller.has_subscribers = len(self.subscribers) > 0
             poller.wake.set()
 
@@ -312,7 +320,8 @@ class _ServerPoller:
         for (lease, width), group in groups.items():
             for start in range(0, len(group), _MAX_ROWS):
                 part = group[start : start + _MAX_ROWS]
-                rows, after = [t[2] for t in part], [latest[t] for t in part]
+                rows = [tile[2] for tile in part]
+                after = [latest[tile] for tile in part]
                 with contextlib.suppress(LeaseLost):  # the lease has ended
                     for frame in observer.frames(
                         lease, rows, width, _TIMEOUT_SECONDS, after
@@ -369,7 +378,7 @@ class _MetricsTail:
                 steps = float(row["steps"])
                 numbers = ((k, n) for k, n in row.items() if isinstance(n, int | float))
                 self._row = {one_line(name): float(n) for name, n in numbers}
-            except _INVALID as error:
+            except _INVALID_LINE_ERRORS as error:
                 self._line_error = (
                     f"{self._path} contains an invalid line: {error!r:.200}"
                 )

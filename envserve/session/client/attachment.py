@@ -107,7 +107,8 @@ class Attachment:
         self.num_leases = self.attach_id = self._num_restarts = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
-        self.granted_by, self.is_rejected, self.awaits_poll = "", False, False
+        self.granted_by = ""
+        self.is_rejected = self.awaits_poll = False
         self.attach, self._requests = attach, requests
         self._timeouts, self._client_name = timeouts, client_name
         self._max_message_bytes, self._env_names = 0, tuple[str, ...]()
@@ -118,7 +119,7 @@ class Attachment:
         """Begin the handshake: send a HELLO, and discard all earlier requests."""
         self._requests.clear()
         self._requests.boot = 0
-        self.machine.move(ClientState.HELLO_SENT)
+        self.machine.change_to(ClientState.HELLO_SENT)
         body = Hello(client=self._client_name).encode()
         self._requests.send(Request(MessageType.HELLO, body=body), now)
 
@@ -143,7 +144,7 @@ class Attachment:
 
     def _send_attach(self, now: float) -> None:
         """Send an ATTACH under the current session number."""
-        self.machine.move(ClientState.ATTACHING)
+        self.machine.change_to(ClientState.ATTACHING)
         body = self.next_attach.encode()
         request = Request(MessageType.ATTACH, body=body)
         self._requests.send(request, now)
@@ -186,7 +187,7 @@ class Attachment:
         self._max_message_bytes = other._max_message_bytes
         text = f"{self.address}: another session has taken over the envs"
         other.fail(LocalProtocolError(text))
-        self.machine.move(ClientState.ATTACHING)
+        self.machine.change_to(ClientState.ATTACHING)
         self._use_lease(self.client_blocks, other.num_leases, now)
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
@@ -194,7 +195,7 @@ class Attachment:
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
-        self.machine.move(ClientState.READY)
+        self.machine.change_to(ClientState.READY)
         if self.lost_lease is not None:
             level = logging.WARNING if self.num_leases > 1 else logging.INFO
             text = "granted a new lease after a loss"
@@ -271,11 +272,11 @@ class Attachment:
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
             loss.stalled_at = previous.stalled_at
             loss.retry_at = now + _RETRY_SECONDS
-            self.machine.move(ClientState.HELLO_SENT)
+            self.machine.change_to(ClientState.HELLO_SENT)
         requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
-        """Handle a restart of the server, which a new boot number has revealed."""
+        """Handle a restart of the server, which a new boot id has revealed."""
         if self.machine.state is ClientState.CLOSING:
             self.close()
         elif self.client_blocks is None:  # there was no lease to lose
@@ -353,7 +354,7 @@ class Attachment:
         loss.refusal = str(error).removeprefix(f"{self.address}: ")
         if body.code is not ErrorCode.ENVS_BUSY:  # the server has ended this session
             self._requests.change_session()
-            self.machine.move(ClientState.HELLO_SENT)
+            self.machine.change_to(ClientState.HELLO_SENT)
         loss.retry_at = now + _RETRY_SECONDS
 
     @property
@@ -512,19 +513,19 @@ class Attachment:
         if self.client_blocks is not None:
             self.client_blocks.discard_all()
         if self.machine.state in (ClientState.ATTACHING, ClientState.READY):
-            self.machine.move(ClientState.CLOSING)
+            self.machine.change_to(ClientState.CLOSING)
             self._requests.send(Request(MessageType.DETACH), now)
         else:
-            self.machine.move(ClientState.CLOSED)
+            self.machine.change_to(ClientState.CLOSED)
 
     def close(self) -> None:
         """Change to CLOSED, because the envs were returned to the server."""
         self._requests.clear()
-        self.machine.move(ClientState.CLOSED)
+        self.machine.change_to(ClientState.CLOSED)
 
     def fail(self, error: EnvserveError) -> None:
         """Change to LOST; all operations in flight end with the error."""
-        self.machine.move(ClientState.LOST)
+        self.machine.change_to(ClientState.LOST)
         self.error = error
         self.lost_lease = None
         self._requests.clear()
@@ -543,7 +544,7 @@ class Attachment:
             self.lost_lease.error, self.lost_lease.retry_at = error, math.inf
             self.is_rejected = True
             self._requests.change_session()
-            self.machine.move(ClientState.HELLO_SENT)
+            self.machine.change_to(ClientState.HELLO_SENT)
         else:
             self.fail(error)
         self._requests.send_detach(detach_frames)

@@ -192,7 +192,7 @@ class ClientBlocks:
         self._is_next_step = autoreset == "next_step"
         #: First observations that the next step returns, by block index. Used after a
         #: loss, and only in autoreset mode "next_step".
-        self._begun: dict[int, list[Array]] = {}
+        self._first_observations: dict[int, list[Array]] = {}
         #: Indices of blocks that were lost when all their episodes had just ended, so
         #: that no episode was lost. Used only in autoreset mode "next_step".
         self._lost_at_end: set[int] = set()
@@ -207,8 +207,8 @@ class ClientBlocks:
         self._check_idle(blocks)
         in_flight, lost = self.in_flight, self.lost
         requests: list[Request] = []
-        if self._begun:
-            answered = [block for block in blocks if block in self._begun]
+        if self._first_observations:
+            answered = [block for block in blocks if block in self._first_observations]
             for block in answered:
                 self._begin_episode(block)
             blocks = [block for block in blocks if block not in answered]
@@ -237,7 +237,9 @@ class ClientBlocks:
     def _begin_episode(self, index: int) -> None:
         """Answer a step without a request: the previous step has reset the envs."""
         rows, part = self.rows, self.blocks[index].row_slice
-        for leaf, first in zip(rows.observation, self._begun.pop(index), strict=True):
+        for leaf, first in zip(
+            rows.observation, self._first_observations.pop(index), strict=True
+        ):
             leaf[part] = first
         rows.truncated[part] = False
         rows.status[part] = Status.OK
@@ -248,7 +250,7 @@ class ClientBlocks:
         """Return the requests for resets of distinct blocks."""
         self._check_idle([reset.block for reset in resets])
         for reset in resets:
-            self._begun.pop(reset.block, None)
+            self._first_observations.pop(reset.block, None)
             self._lost_at_end.discard(reset.block)
         if self.is_vacant:
             self._answers.append(([Outcome(r.block) for r in resets], None, b"", b""))
@@ -318,7 +320,7 @@ class ClientBlocks:
 
     # Results.
 
-    def accept_usual(self, request: Request, frame: Buffer) -> bool:
+    def accept_usual_answer(self, request: Request, frame: Buffer) -> bool:
         """Store the frame that `Requests.step_answered_by` has recognised.
 
         This is faster than `accept_result`. Return False, and change nothing, if the
@@ -364,9 +366,8 @@ class ClientBlocks:
                 outcomes.append(
                     self._outcome(block, request, message, reported.get(block))
                 )
-        has_rows = request.part is not None
-        rows_of = request if has_rows else None
-        self._answers.append((outcomes, rows_of, message.body, message.payload))
+        answered = None if request.part is None else request
+        self._answers.append((outcomes, answered, message.body, message.payload))
         if self.absent or self._reported_absent:
             self.absent_is_stale = True
             self._reported_absent.difference_update(
@@ -444,7 +445,7 @@ class ClientBlocks:
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
-        self._begun.clear()
+        self._first_observations.clear()
         for block in range(len(self.blocks)):
             if block not in self.lost and self._is_at_end(block):
                 self._lost_at_end.add(block)
@@ -500,7 +501,7 @@ class ClientBlocks:
                 try:
                     self._writer.write(outcomes, request, body, payload, self.lost)
                     if request.type is MessageType.RESET and self._is_next_step:
-                        self._defer_first(outcomes[0], request)
+                        self._defer_first_observations(outcomes[0], request)
                 except RemoteProtocolError as violation:
                     error = RemoteProtocolError(f"{self.address}: {violation}")
                     self.protocol_error = error
@@ -511,7 +512,7 @@ class ClientBlocks:
             self._writer.finals_written.difference_update(blocks)
         return collected
 
-    def _defer_first(self, outcome: Outcome, request: Request) -> None:
+    def _defer_first_observations(self, outcome: Outcome, request: Request) -> None:
         """After a lost step, let the next step return the first observations.
 
         Until then, the rows contain the last observations of the lost episodes.
@@ -519,7 +520,7 @@ class ClientBlocks:
         if request.is_step and outcome.faults:
             part = self.blocks[outcome.block].row_slice
             first = [leaf[part].copy() for leaf in self.rows.observation]
-            self._begun[outcome.block] = first
+            self._first_observations[outcome.block] = first
             copy_final_to_observation(self.rows, part)
 
     def is_ready(self, min_ended: int) -> bool:

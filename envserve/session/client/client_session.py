@@ -237,7 +237,7 @@ class ClientSession:
             and client_blocks is not None
             and not liveness.is_unreachable
             and now - liveness.silent_since <= PING_SECONDS
-            and client_blocks.accept_usual(request, frames[0])
+            and client_blocks.accept_usual_answer(request, frames[0])
         ):
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
             requests.remove(request.id)
@@ -258,7 +258,7 @@ class ClientSession:
             client_blocks.absent_is_stale = True
             _LOGGER.warning("%s: the server answers again", self.address)
         liveness.record_message(now)
-        # A WELCOME with a new boot number does not count as a restart, because it may
+        # A WELCOME with a new boot id does not count as a restart, because it may
         # be a delayed message from before a restart.
         is_welcome = message.type is MessageType.WELCOME
         if requests.boot not in (0, message.boot) and not is_welcome:
@@ -290,7 +290,7 @@ class ClientSession:
             return
         liveness, client_blocks = self.requests.liveness, self.attachment.client_blocks
         if client_blocks is not None and (seconds := liveness.detect_suspension(now)):
-            self.requests.skip(seconds)
+            self.requests.exclude_suspension(seconds)
             client_blocks.absent_is_stale = True
         self.attachment.retry(now)
         has_resent = self.requests.resend_due(now)

@@ -1,4 +1,4 @@
-"""Decides when a client considers its server unreachable, and its lease lost.
+"""Measures the silence of a client's server; defines timeouts and lost leases.
 
 Silence is measured from the first unanswered message. Time during which the client
 itself was suspended does not count.
@@ -22,9 +22,9 @@ _DISCONNECTED_SECONDS: Final = 1.0
 #: If more seconds than this pass between two calls to `advance`, the client process was
 #: suspended, because it normally calls `advance` more often.
 _SUSPENDED_SECONDS: Final = 5.0
-#: Maximum number of unsolicited messages per second. The limit is increased by
-#: `_MAX_COPIES` for each piece of the longest reply (`ClientBlocks.num_pieces`),
-#: because a server that was suspended for a minute then answers many copies at once.
+#: Maximum number of unsolicited messages per second, plus `_MAX_COPIES` for each piece
+#: of the longest reply (`ClientBlocks.num_pieces`): a server that was suspended for a
+#: minute then answers all copies of a request, and only the first reply is expected.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -93,7 +93,7 @@ class Liveness:
         self.ping_at = math.inf
         self.is_unreachable = False
         self.silent_seconds = 0.0
-        self._awake_at = now
+        self._last_checked_at = now
 
     def record_message(self, now: float) -> None:
         """Record that the server has sent a message."""
@@ -132,7 +132,7 @@ class Liveness:
 
         After a suspension, silence and disconnection are measured from `now`.
         """
-        seconds, self._awake_at = now - self._awake_at, now
+        seconds, self._last_checked_at = now - self._last_checked_at, now
         if seconds <= _SUSPENDED_SECONDS:
             return 0.0
         if self.silent_since < math.inf:

@@ -55,7 +55,7 @@ _PING_KEY: Final = 0
 _DETACH_KEY: Final = -1
 #: Difference between consecutive session numbers. Because it is odd, all 2**64 numbers
 #: occur before one repeats.
-_STRIDE: Final = 0x9E3779B97F4A7C15
+_INCREMENT: Final = 0x9E3779B97F4A7C15
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Requests:
 
     Attributes:
       session: Number of the session.
-      boot: Boot number of the server; 0 until its WELCOME arrives.
+      boot: Boot id of the server; 0 until its WELCOME arrives.
       epoch: Number of the lease; 0 until it is granted.
       outbox: Frames to send, by request id, in sending order; the transport deletes
         entries that it has sent.
@@ -293,7 +293,7 @@ class Requests:
         request.resend_at = now + request.resend_delay
         request.num_ignored, request.ignored_since = 0, math.inf
 
-    def skip(self, seconds: float) -> None:
+    def exclude_suspension(self, seconds: float) -> None:
         """Subtract a suspension of this client, in seconds, from the requests' ages."""
         for request in self.unanswered.values():
             request.sent_at += seconds
@@ -337,7 +337,7 @@ class Requests:
     def change_session(self) -> None:
         """Change the session number, so that replies to older requests do not match."""
         self.clear()
-        self.session = (self.session + _STRIDE) & 0xFFFFFFFFFFFFFFFF or _STRIDE
+        self.session = (self.session + _INCREMENT) & 0xFFFFFFFFFFFFFFFF or _INCREMENT
         self.boot = self.epoch = 0
 
     def adopt_session(self, other: Requests) -> None:

@@ -416,7 +416,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 f"{MAX_RESULT_BYTES} bytes per message; request fewer envs per server",
             )
         record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
-        record.machine.move(LeaseState.GRANTED)
+        record.machine.change_to(LeaseState.GRANTED)
 
     # Ending leases.
 
@@ -429,7 +429,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """
         if record.state is LeaseState.CLOSING:
             return []
-        record.machine.move(LeaseState.CLOSING)
+        record.machine.change_to(LeaseState.CLOSING)
         record.reason = reason
         if self.is_ending and reason is not None:
             self.unnotified.add(record.session)
@@ -461,7 +461,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def remove(self, session: SessionId) -> list[Decision]:
         """Free the envs of a lease whose workers have exited, and notify its client."""
         record = self.pop(session)
-        record.machine.move(LeaseState.ENDED)
+        record.machine.change_to(LeaseState.ENDED)
         self.ended_sessions.add(session, record.reason)
         reason = record.reason.text.partition("\n")[0] if record.reason else "detached"
         fields = {"fields": {**record.log_fields, "why": reason}}

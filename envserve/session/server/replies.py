@@ -32,7 +32,7 @@ class ReplyBuilder:
         """Create a builder.
 
         Args:
-          boot: Boot number of the server.
+          boot: Boot id of the server.
           shows_paths: Whether error texts for clients may contain file paths.
         """
         self._boot = boot
@@ -105,7 +105,7 @@ class ReplyBuilder:
         return self.error(request, ErrorBody(code=code, executed=executed, text=text))
 
     def fenced(self, request: Message, event: str) -> Reply:
-        """Return the ERROR for a request with an outdated boot number or epoch.
+        """Return the ERROR for a request with an outdated boot id or epoch.
 
         Args:
           request: The request.

@@ -77,7 +77,7 @@ class ServerSession:
     The caller must carry out the decisions that a method returns, in order.
 
     Attributes:
-      boot: Boot number, drawn at random when the server starts, to detect restarts.
+      boot: Boot id, drawn at random when the server starts, to detect restarts.
       leases: The leases, from ATTACH until their envs are free.
       quotas: User quotas.
       num_dropped_messages: Number of messages that could not be answered.

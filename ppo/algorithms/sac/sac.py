@@ -8,6 +8,7 @@ policy and the temperature, and moves the target networks towards the critics.
 import functools
 import math
 import operator
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -40,7 +41,7 @@ class SAC(Algorithm):
     """Soft actor-critic.
 
     Attributes:
-        replay: The replay buffer. Checkpoints do not contain it.
+        replay: The replay buffer, which is saved in separate files.
     """
 
     settings_type = SACSettings
@@ -167,6 +168,15 @@ class SAC(Algorithm):
     def statistics(self) -> dict[str, float]:
         """Return metrics of the observation normalisation and the replay buffer."""
         return super().statistics() | {"replay_transitions": float(self.replay.size)}
+
+    def save_data(self, folder: Path) -> None:
+        """Save the new transitions of the replay buffer, if `save_replay` is set."""
+        if self.settings.save_replay:
+            self.replay.save(folder)
+
+    def load_data(self, folder: Path, steps: int) -> None:
+        """Fill the replay buffer with the saved transitions."""
+        self.replay.load(folder, steps)
 
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
         """Take one gradient step per batch; return the mean of each of `METRICS`."""

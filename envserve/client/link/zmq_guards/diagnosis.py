@@ -41,7 +41,7 @@ _CONFIRM_SECONDS: Final = 0.5
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
 #: The rest of the greeting, for the NULL mechanism (without keys). A peer with the same
 #: mechanism then sends its socket type.
-_OUR_REST: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
+_OUR_GREETING_END: Final = b"\0" + b"NULL".ljust(20, b"\0") + bytes(32)
 _GREETING_BYTES: Final = 64
 _MECHANISM: Final = slice(12, 32)
 _SOCKET_TYPE: Final = re.compile(rb"Socket-Type\0\0\0.([A-Z]+)", re.DOTALL)
@@ -161,7 +161,7 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
             return b"", b""
         mechanism, kind = greeting[_MECHANISM].rstrip(b"\0"), None
         if mechanism == b"NULL":
-            stream.sendall(_OUR_REST)
+            stream.sendall(_OUR_GREETING_END)
             *_, length = _receive(stream, 2, deadline) or [0]
             kind = _SOCKET_TYPE.search(_receive(stream, length, deadline))
     return mechanism, kind[1] if kind else b""
@@ -341,7 +341,7 @@ class Diagnosis:
     ) -> None:
         """Schedule the first diagnosis: in 1 s, or sooner if the timeout is short."""
         self.is_final = False
-        self._about = address, keys
+        self._target = address, keys
         self._timeout_seconds = min(_MAX_DIAGNOSIS_SECONDS, timeout_seconds / 2)
         self._next_at = time.monotonic() + min(DELAY_SECONDS, timeout_seconds / 4)
         self._thread: threading.Thread | None = None
@@ -355,16 +355,16 @@ class Diagnosis:
         is_looking = self._thread is not None and self._thread.is_alive()
         if now >= self._next_at and not is_looking:
             self._next_at = now + DELAY_SECONDS
-            name = f"diagnosis of {self._about[0]}"
+            name = f"diagnosis of {self._target[0]}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
         return self._refusal
 
     def _run(self) -> None:
-        finding = diagnose_connection(*self._about, self._timeout_seconds)
+        finding = diagnose_connection(*self._target, self._timeout_seconds)
         if finding is Finding.REFUSED:
             time.sleep(_CONFIRM_SECONDS)
-            finding = diagnose_connection(*self._about, self._timeout_seconds)
-        self._refusal = connection_error(finding, *self._about)
+            finding = diagnose_connection(*self._target, self._timeout_seconds)
+        self._refusal = connection_error(finding, *self._target)
         may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
         self.is_final = finding not in (*may_pass, Finding.REFUSED)

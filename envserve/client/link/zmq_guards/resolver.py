@@ -58,7 +58,9 @@ class Lookup:
 
     def __init__(self, address: str) -> None:
         """Start the thread."""
-        self.address, self.found, self.num_tried = address, list[str](), 0
+        self.address = address
+        self.found = list[str]()
+        self.num_tried = 0
         self.has_ended = threading.Event()
         try:
             threading.Thread(target=self._run, daemon=True).start()
