@@ -19,6 +19,9 @@ from ppo.errors import EnvDataError, UnsupportedSpaceError
 
 __all__ = ["InGraphBatchEnv"]
 
+#: Larger numbers in observations make the sums of squares in their statistics infinite.
+_MAX_OBSERVATION = 1e150
+
 
 class InGraphBatchEnv:
     """Makes a `BatchEnv` callable from TensorFlow graphs.
@@ -169,6 +172,8 @@ def check_finite(
 ) -> None:
     """Raise an `EnvDataError` if an observation or a reward is NaN or infinite.
 
+    Observations that are too large for the statistics are also an error.
+
     Args:
         env: The envs, for the error message.
         observation: Nest of rows `[n, ...]`.
@@ -179,12 +184,15 @@ def check_finite(
     for index, leaf in enumerate(tf.nest.flatten(observation)):
         arrays.append((f"observation leaf {index}", leaf))
     for name, array in arrays:
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            is_finite = np.isfinite(array).reshape(len(array), -1).all(axis=1)
-            row = int(np.argmin(is_finite))
+        limit, text = np.inf, ""
+        if array.dtype == np.float64 and name != "reward":
+            limit, text = _MAX_OBSERVATION, f" below {_MAX_OBSERVATION:g}"
+        if array.dtype.kind == "f" and not (np.abs(array) < limit).all():
+            is_valid = (np.abs(array) < limit).reshape(len(array), -1).all(axis=1)
+            row = int(np.argmin(is_valid))
             env_index = row if env_indices is None else int(env_indices[row])
             raise EnvDataError(
-                f"Env {env_index} of {env.spec.env_name}: expected a finite {name}, "
-                f"got {array[row]}; fix the env, or end the episode before its numbers "
-                "overflow."
+                f"Env {env_index} of {env.spec.env_name}: expected a finite {name}"
+                f"{text}, got {array[row]}; fix the env, or end the episode before its "
+                "numbers overflow."
             )

@@ -341,7 +341,6 @@ class Simulation:
 
         `noise` contains noise or seeds, as returned by `_noise_by_split`.
         """
-        splits = self._splits
         num_leaves = len(tf.nest.flatten(self._env.observation_spec))
 
         def act(rows: Any, noise: Any, state: Any) -> tuple[Any, _Outputs, Any]:
@@ -350,25 +349,29 @@ class Simulation:
             )
             return env_action, _Outputs(action, policy_params, state), tuple(after)
 
-        def inputs(split: SplitRows, step: int) -> list[np.ndarray]:
+        def inputs(index: int, step: int) -> list[np.ndarray]:
+            split = self._splits[index]  # of this rollout, not of the first one
             leaves = split.observation_leaves(step + 1)
             return [*leaves, *split.end_flags(step)] if self._state_sizes else leaves
 
         def step_envs(index: int, following: int, step: int, env_action: Any) -> Any:
             self._step_envs(index, int(step), env_action)
-            return inputs(splits[following], int(step) - (following > index))
+            return inputs(following, int(step) - (following > index))
 
-        def first_observation(split: SplitRows) -> list[tf.Tensor]:
+        def first_observation(index: int) -> list[tf.Tensor]:
             leaves = self._env.host_calls.call(
-                lambda: split.observation_leaves(0), [], specs[split][:num_leaves]
+                lambda: self._splits[index].observation_leaves(0),
+                [],
+                specs[index][:num_leaves],
             )
             return list(leaves)
 
-        specs = {
-            split: [tf.TensorSpec(rows.shape, rows.dtype) for rows in inputs(split, -1)]
-            for split in splits
-        }
-        observations = list(map(first_observation, splits))
+        indices = range(len(self._splits))
+        specs = [
+            [tf.TensorSpec(rows.shape, rows.dtype) for rows in inputs(index, -1)]
+            for index in indices
+        ]
+        observations = list(map(first_observation, indices))
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
             # This call only determines shapes; TensorFlow prunes its operations.
@@ -386,11 +389,11 @@ class Simulation:
                     lambda array, rows: array.write(step, rows), outputs[index], chosen
                 )
                 states[index] = States(state, after)
-                following = (index + 1) % len(splits)
+                following = (index + 1) % len(indices)
                 leaves = self._env.host_calls.call(
                     functools.partial(step_envs, index, following),
                     [step, env_action],
-                    specs[splits[following]],
+                    specs[following],
                 )
                 observations[following] = leaves[:num_leaves]
                 flags = leaves[num_leaves:]
@@ -624,8 +627,8 @@ class Simulation:
             return
         step, row = np.argwhere(~np.isfinite(rows))[0][:2]
         raise DivergedError(
-            f"Env {env_indices[row]} of {self._env.env!r}: expected a finite "
-            f"{name}, got {rows[step, row]}; training has diverged. Try a lower "
+            f"Env {env_indices[row]} of {self._env.env.spec.env_name}: expected a "
+            f"finite {name}, got {rows[step, row]}; training has diverged. Try a lower "
             "learning_rate."
         )
 

@@ -3,7 +3,7 @@
 A name is `package.module:NAME` or `path/to/file.py:NAME`, with a path relative to the
 working directory; `ppo train` stores absolute paths in the run. Each file is loaded
 once, like a module, so the functions of a file share its global variables. A file is
-loaded again only if it has changed on disk.
+loaded again only if it has changed on disk. A file can import modules in its folder.
 Errors in user code are reported with the file and line at which they were raised.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from envserve.envs.user_envs import split_reference
+from envserve.envs.user_envs import sibling_imports, split_reference
 from envserve.text import one_line
 from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
 
@@ -61,7 +61,8 @@ def _load_file(path: str) -> ModuleType:
         module = ModuleType(loader.name)
         module.__file__ = path
         sys.modules[loader.name] = module  # dataclasses look up their module there
-        loader.exec_module(module)
+        with sibling_imports(path):
+            loader.exec_module(module)
         _loaded[path] = version, module
     return module
 

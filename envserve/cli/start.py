@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -22,7 +23,7 @@ from envserve.cli.options import (
     env_names,
     import_from_here,
 )
-from envserve.cli.program import Fields, GivenOptions, Option
+from envserve.cli.program import Fields, GivenOptions, Option, options_of
 from envserve.cli.terminal import fail, show_error
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
@@ -35,7 +36,9 @@ from envserve.errors import (
     UnknownEnv,
 )
 from envserve.settings import HostSettings
+from envserve.text import nearest_name
 
+_LOGGER: Final = logging.getLogger(__name__)
 #: Flags that are not named after their field.
 _FLAGS: Final = {
     "num_workers": "--workers",
@@ -123,6 +126,7 @@ def start(
         separated by spaces), which override the file.
     """
     set_up_logs(log_level, log_format)
+    _warn_about_variables()
     if on is not None:
         flags = given.words("config", "on", "resources", "servers", "scale_to")
         flags = [*map(with_absolute_path, flags)]
@@ -143,6 +147,23 @@ def start(
         return serve_with_reload(host, serve)
     except EnvserveError as error:
         fail(error, 1)
+
+
+def _warn_about_variables() -> None:
+    """Log a warning that lists unknown environment variables named ENVSERVE_*."""
+    known = {option.variable for option in options_of(start)} | {"ENVSERVE_HOME"}
+    names = [name.removeprefix("ENVSERVE_") for name in known]
+    unknown = []
+    for variable in sorted(os.environ.keys() - known):
+        prefix, _, name = variable.partition("ENVSERVE_")
+        if name and not prefix:
+            nearest = nearest_name(name, names)
+            hint = f" (did you mean ENVSERVE_{nearest}?)" if nearest else ""
+            unknown.append(f"{variable}{hint}")
+    if unknown:
+        _LOGGER.warning(
+            "ignoring unknown environment variables: %s", ", ".join(unknown)
+        )
 
 
 def _host_settings(values: dict[str, Any]) -> HostSettings:

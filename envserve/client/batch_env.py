@@ -518,7 +518,11 @@ class BatchEnv:
             np.concatenate([rows.status for rows in lane_rows]) == _OK
         )
         return decode_observation(
-            self.spec, indices, observation, is_complete=is_complete[indices]
+            self.spec,
+            indices,
+            observation,
+            is_complete=is_complete[indices],
+            host_of=self._group.blocks.host_of,
         )
 
     # Steps.
@@ -954,7 +958,8 @@ class BatchEnv:
         if absence.padded or absence.awaited_late_steps:
             absence.mark_rows(self.spec, row_set, result)
         if self._is_encoded:
-            result = decode_result(self.spec, result, row_set.env_indices)
+            host_of = self._group.blocks.host_of
+            result = decode_result(self.spec, result, row_set.env_indices, host_of)
         if self.autoreset == "disabled":
             ended = result.terminated | result.truncated
             if self.steps_ended:

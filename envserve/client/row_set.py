@@ -84,6 +84,10 @@ class BatchBlocks(tuple[BatchBlock, ...]):
         """Return the block that contains a row."""
         return self[bisect_right(self, env_index, key=attrgetter("start")) - 1]
 
+    def host_of(self, env_index: int) -> str:
+        """Return the address of the server of a row, or "local"."""
+        return self.block_of(env_index).lane.name
+
     def in_flight_error(self, positions: Iterable[int]) -> LocalProtocolError:
         """Return the error to raise if blocks that must be idle are in flight."""
         blocks = [self[index] for index in sorted(positions)]

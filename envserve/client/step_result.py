@@ -149,11 +149,15 @@ def gather_result(
 
 
 def decode_result(
-    spec: EnvSpec, result: StepResult, env_indices: Sequence[int] | Array
+    spec: EnvSpec,
+    result: StepResult,
+    env_indices: Sequence[int] | Array,
+    host_of: Callable[[int], str],
 ) -> StepResult:
     """Return a complete result with its variable-length observations decoded."""
+    is_complete = result.status == _OK
     decode = partial(
-        decode_observation, spec, env_indices, is_complete=result.status == _OK
+        decode_observation, spec, env_indices, is_complete=is_complete, host_of=host_of
     )
     ended = result.terminated | result.truncated
     last = decode(result.final_observation, ended=ended)

@@ -7,11 +7,12 @@ user of this process, never from a peer.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -156,6 +157,28 @@ def module_of(name: str) -> str:
         return entry.partition(":")[0]
     name = name_of_code(entry)
     return name.partition(":")[0] if is_importable(name) else ""
+
+
+@contextlib.contextmanager
+def sibling_imports(file: str) -> Iterator[None]:
+    """Let a user's file, executed in this context, import modules in its folder.
+
+    The folder of the file remains in `sys.path`. It is not added if other users can
+    write to it; a ModuleNotFoundError then states this.
+    """
+    folder = os.path.dirname(os.path.abspath(file))
+    writable = writable_by_others(folder)
+    if not writable and folder not in sys.path:
+        sys.path.append(folder)  # last, so that its files shadow no other module
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if writable:
+            error.msg += (
+                f"; modules in the folder of {file} are not imported, because other "
+                f"users can write to {writable}"
+            )
+        raise
 
 
 def writable_by_others(path: str) -> str:

@@ -9,7 +9,7 @@ from an untrusted peer, so decoding checks that the value matches its space.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -105,6 +105,7 @@ def decode_observation(
     *,
     is_complete: Array,
     ended: Array | None = None,
+    host_of: Callable[[int], str] = lambda env_index: "local",
 ) -> Any:
     """Decode the encoded leaves of a batch of observations, as tuples of values.
 
@@ -116,6 +117,7 @@ def decode_observation(
         partially.
       ended: bool `[n]`; True for rows whose episode has ended. Only these rows are
         decoded, and all others share one empty value. None: decode all rows.
+      host_of: Function that returns the address of the server of a row, or "local".
 
     Returns:
       The observation, with a tuple of n values in place of each encoded array, as
@@ -123,7 +125,7 @@ def decode_observation(
 
     Raises:
       CodecError: The value of a complete row does not match its space; the message
-        names the env.
+        names the env and its server.
       RemoteProtocolError: All rows together contain too many values.
     """
     columns, remaining = flatten(spec.observation_space, observation), _MAX_BATCH_VALUES
@@ -133,33 +135,27 @@ def decode_observation(
         values = [leaf.empty_value] * len(env_indices)
         rows = range(len(values)) if ended is None else ended.nonzero()[0].tolist()
         for row in rows:
-            values[row], count = _decode_observation_row(
-                env_indices[row], leaf, columns[index][row], is_complete[row]
-            )
+            env_index = env_indices[row]
+            try:
+                values[row], count = _decode_and_count(leaf, columns[index][row])
+            except CodecError as error:
+                if is_complete[row]:
+                    raise CodecError(
+                        f"Env {env_index} ({host_of(env_index)}): observation "
+                        f"{leaf.path!r}: {error}; the env's host sent a value that "
+                        f"does not match the space"
+                    ) from None
+                count = _MAX_VALUES  # the worker was killed while it wrote
             remaining -= count
             if remaining < 0:
                 raise RemoteProtocolError(
-                    f"Env {env_indices[row]}: observation {leaf.path!r}: expected at "
-                    f"most {_MAX_BATCH_VALUES} values in all rows of a step (an array "
-                    f"counts as 16); got more; use arrays in the env's spaces, or "
-                    f"fewer envs per batch"
+                    f"Env {env_index} ({host_of(env_index)}): observation "
+                    f"{leaf.path!r}: expected at most {_MAX_BATCH_VALUES} values in "
+                    f"all rows of a step (an array counts as 16); got more; use arrays "
+                    f"in the env's spaces, or fewer envs per batch"
                 )
         columns[index] = tuple(values)
     return unflatten(spec.observation_space, columns)
-
-
-def _decode_observation_row(
-    env_index: int, leaf: Leaf, row: Array, is_complete: bool
-) -> tuple[Any, int]:
-    try:
-        return _decode_and_count(leaf, row)
-    except CodecError as error:
-        if not is_complete:  # the worker was killed while it wrote
-            return leaf.empty_value, _MAX_VALUES
-        raise CodecError(
-            f"Env {env_index}: observation {leaf.path!r}: {error}; the env's host "
-            f"sent a value that does not match the space"
-        ) from None
 
 
 def decode_actions(spec: EnvSpec, arrays: Sequence[Array]) -> list[Any]:

@@ -225,9 +225,19 @@ class RowPart:
                 f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}; "
                 f"the server sent flags {[*{*flags}]} and statuses {[*{*status}]}"
             )
-        ended = np.frombuffer(flags[:count], np.bool_) | np.frombuffer(
-            flags[count:], np.bool_
-        )
+        terminated = np.frombuffer(flags[:count], np.bool_)
+        truncated = np.frombuffer(flags[count:], np.bool_)
+        if status.strip(b"\0"):
+            is_fault = np.frombuffer(status, np.uint8) != Status.OK
+            wrong = np.flatnonzero(is_fault & (terminated | ~truncated))
+            if len(wrong):
+                row = wrong[0]
+                raise RemoteProtocolError(
+                    f"expected rows with a fault to be truncated and not terminated; "
+                    f"the server sent terminated {terminated[row]:d}, truncated "
+                    f"{truncated[row]:d} and status {status[row]} in row {row}"
+                )
+        ended = terminated | truncated
         num_ended = int(ended.sum())
         expected = min_bytes + num_ended * self._final_bytes
         if size != expected:

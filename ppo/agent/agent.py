@@ -18,7 +18,7 @@ from ppo.agent.networks.build import build_networks
 from ppo.agent.networks.perceptrons import IdentityTorso
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, UnsupportedSpaceError
 
 __all__ = ["Agent"]
 
@@ -63,7 +63,16 @@ class Agent:
             normalize=config.normalize_observations,
             clip=config.observation_clip,
         )
-        self._networks = build_networks(self.preprocess, self.actions, config)
+        try:
+            self._networks = build_networks(self.preprocess, self.actions, config)
+        except tf.errors.ResourceExhaustedError as error:
+            raise UnsupportedSpaceError(
+                f"network: expected a network that fits into memory, got observations "
+                f"with {self.preprocess.size:,} inputs, policy_layers "
+                f"{list(config.policy_layers)} and value_layers "
+                f"{list(config.value_layers)}; reduce them. Discrete observations are "
+                "one-hot encoded."
+            ) from error
         self.cores = self._networks.cores
         self.state_sizes = tuple(core.units for core in self.cores)
         parts = self._networks.parts

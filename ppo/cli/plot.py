@@ -20,7 +20,7 @@ def plot(
     standard deviation.
 
     Args:
-        runs: Run folders of `ppo train`.
+        runs: Run folders of `ppo train`; with --seeds, also the folder of all seeds.
         out: Image file to write; by default, METRIC.png in the run folder, or in the
             folder that contains all runs.
         metric: Metric to plot, a key of metrics.jsonl.

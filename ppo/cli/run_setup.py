@@ -52,6 +52,8 @@ class Plan(NamedTuple):
     """Config before the changes of this command, if the run is resumed."""
     learners: Any = None
     """Learners of the run, once they are connected."""
+    remark: str = ""
+    """Line to print about settings of CONFIG that a resumed run does not use."""
 
     @property
     def is_resumed(self) -> bool:
@@ -155,17 +157,50 @@ def plan_resumed_run(
 ) -> Plan:
     """Plan the continuation of a run that was checked with `check_trust`."""
     run_folder, earlier = RunFolder.read(path)
-    env_name = env_name_of(earlier.env_name)
-    if name is not None and env_name_of(load_config(name).env_name) != env_name:
-        raise ConfigError(
-            f"--resume uses the config of the earlier run, whose env is "
-            f"{earlier.env_name}; omit CONFIG, and use --set to change a setting."
-        )
+    named = None if name is None else with_algorithm(load_config(name), changes)
+    for key in ("env_name", "algorithm") if named else ():
+        value = getattr(earlier, key)
+        if key == "algorithm" and is_env(str(name)):
+            continue
+        if env_name_of(getattr(named, key)) != env_name_of(value):
+            raise ConfigError(
+                f"--resume uses the config of the earlier run, whose "
+                f"{key.removesuffix('_name')} is {value}; omit CONFIG, and use --set "
+                "to change a setting."
+            )
     source = resolve_env_source(run_folder.env_source(), options, earlier)
     config = with_absolute_paths(resumed_config(earlier, changes))
     config = options.with_moved_files(config)
     find_user_code(config, source)
-    return Plan(run_folder, config, "of the run", source, earlier)
+    remark = ""
+    if name is not None and named is not None and not is_env(name):
+        named = options.with_moved_files(with_absolute_paths(named))
+        remark = _differences(name, named, config, changes)
+    return Plan(run_folder, config, "of the run", source, earlier, remark=remark)
+
+
+def _differences(name: str, named: Config, config: Config, changes: list[str]) -> str:
+    """Return a line that lists settings of a resumed run that differ from CONFIG.
+
+    Return an empty string if there are none. The seed, the env's file and the settings
+    in `changes` are not compared.
+    """
+    values, run_values = (
+        {**vars(each), **each.algorithm_settings} for each in (named, config)
+    )
+    excluded = {"algorithm_settings", "env_name", "seed"}
+    excluded.update(change.partition("=")[0] for change in changes)
+    texts = [
+        f"{key} = {json.dumps(run_values[key])} (not {json.dumps(values.get(key))})"
+        for key in run_values
+        if key not in excluded and run_values[key] != values.get(key)
+    ]
+    if not texts:
+        return ""
+    return (
+        f"The run keeps its settings, which differ from {name}: {', '.join(texts)}. "
+        "Use --set to change them."
+    )
 
 
 def save_env_source(plan: Plan, earlier: Config) -> None:

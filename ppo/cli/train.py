@@ -174,6 +174,8 @@ def train(
 
                     prepare_filming(plan.config, plan.env_source.addresses)
                 runs.append(plan.run_folder)
+                if plan.remark:
+                    screen.print(plan.remark)
             else:
                 source = resolve_env_source(EnvSource(), options)
                 plan = plan_new_run(

@@ -477,7 +477,7 @@ class Config:
     """Number of most recent checkpoints to keep. The checkpoint of the best evaluation
     is kept as well."""
 
-    callbacks: _Names = ()
+    callbacks: Annotated[tuple[str, ...], Meta(examples=["my.py:callback"])] = ()
     """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See "Your own losses, callbacks and metrics" in the docs."""
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import is_user_env
+from envserve.envs.user_envs import is_user_env, sibling_imports
 from envserve.regular_file import open_regular
 from envserve.text import with_article
 from ppo.config.config import Config
@@ -435,7 +435,8 @@ def _run_config(path: Path) -> Config:
     if not path.is_file():
         raise ConfigError(f"{path}: expected a Python file, found none.")
     try:
-        names = runpy.run_path(str(path))
+        with sibling_imports(str(path)):
+            names = runpy.run_path(str(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except (Exception, SystemExit) as error:

@@ -43,7 +43,8 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
     Merged runs may report at different steps; their values are interpolated linearly.
 
     Args:
-        runs: Run folders, at least one.
+        runs: Run folders, at least one. The folder of several seeds is replaced by
+            their run folders.
         metric: Name of a metric in `metrics.jsonl`.
 
     Returns:
@@ -97,9 +98,11 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
 
 def _group_runs(runs: Sequence[Path]) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    for path in runs:
-        config = RunFolder.read(path)[1].replace(seed=0)
-        groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
+    for run in runs:
+        seeds = sorted(file.parent for file in run.glob("seed-*/config.json"))
+        for path in seeds or [run]:
+            config = RunFolder.read(path)[1].replace(seed=0)
+            groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
     return list(groups.values())
 
 

@@ -302,6 +302,22 @@ def test_a_wrong_variable_is_an_error_that_names_the_variable(
     assert (code, err[: len(text)]) == (2, text)
 
 
+def test_unknown_variables_of_a_server_are_one_warning(
+    settings: list[HostSettings],
+    run: Run,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WORKRES", "NUM_WORKERS", "HOME", "LOG_FORMAT", "QQ", "STEP_TIMEOUT"):
+        monkeypatch.setenv(f"ENVSERVE_{name}", "text" if name == "LOG_FORMAT" else "3")
+    assert run("envserve", "start") == (0, "", "")
+    assert caplog.messages == [
+        "ignoring unknown environment variables: "
+        "ENVSERVE_NUM_WORKERS (did you mean ENVSERVE_WORKERS?), ENVSERVE_QQ, "
+        "ENVSERVE_WORKRES (did you mean ENVSERVE_WORKERS?)"
+    ]
+
+
 def test_json_logs_have_one_object_per_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,13 +222,19 @@ def test_hostile_rows_are_decoded_or_raise_codec_error(name: str) -> None:
     assert time.thread_time() - began < 1.0
 
 
-def test_the_error_about_an_invalid_row_names_the_env() -> None:
+def test_the_error_about_an_invalid_row_names_the_env_and_its_server() -> None:
     spec = EnvSpec("A", ENCODED["dict_with_text"], Discrete(2))
     rows = Rows.allocate(spec, 2)
     observation = dict(zip(("image", "mission"), rows.observation, strict=True))
     observation["mission"][1, :5] = 1, 0, 0, 0, 7
-    with pytest.raises(CodecError, match=r"Env 7: observation 'mission': .* got 7"):
-        decode_observation(spec, [3, 7], observation, is_complete=np.ones(2, np.bool_))
+    with pytest.raises(CodecError, match=r"Env 7 \(sim7\): .*'mission': .* got 7"):
+        decode_observation(
+            spec,
+            [3, 7],
+            observation,
+            is_complete=np.ones(2, np.bool_),
+            host_of=lambda env_index: f"sim{env_index}",
+        )
     is_complete = np.array([True, False])  # row 1's worker was killed while writing
     seen = decode_observation(spec, [3, 7], observation, is_complete=is_complete)
     assert seen["mission"][1] == decode_row(spec.observation_leaves[1], np.zeros(4))
@@ -240,7 +246,9 @@ def test_the_number_of_values_in_all_rows_of_a_step_is_limited() -> None:
     rows = np.tile(row_of(leaf, [0] * 100), (40, 1))
     rows[:32, 4] = 255  # each incomplete row counts as 8192 values
     is_complete = np.arange(40) >= 32
-    with pytest.raises(RemoteProtocolError, match=r"Env 32: .* at most 262144 values"):
+    with pytest.raises(
+        RemoteProtocolError, match=r"Env 32 \(local\): .* at most 262144"
+    ):
         decode_observation(spec, range(40), rows, is_complete=is_complete)
     ended = np.arange(40) >= 31
     seen = decode_observation(

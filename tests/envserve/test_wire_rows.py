@@ -39,6 +39,8 @@ def make_rows(name: str, seed: int | None = None) -> tuple[EnvSpec, Rows]:
         rows.terminated[:] = random.random(NUM_ENVS) < 0.3
         rows.truncated[:] = random.random(NUM_ENVS) < 0.3
         rows.status[:] = random.integers(0, 4, NUM_ENVS)
+        is_fault = rows.status > 0
+        rows.terminated[is_fault], rows.truncated[is_fault] = False, True
     return spec, rows
 
 
@@ -137,6 +139,22 @@ def test_flags_and_status_out_of_range_raise_protocol_errors(
     text = f"the server sent .*{value}"
     with pytest.raises(RemoteProtocolError, match=text):
         part_of(rows).unpack_results(bytes(payload))
+
+
+@pytest.mark.parametrize("status", [1, 2, 3])
+@pytest.mark.parametrize("ends", [(0, 0), (1, 0), (1, 1)])
+def test_a_fault_that_does_not_truncate_its_episode_is_a_protocol_error(
+    status: int, ends: tuple[int, int]
+) -> None:
+    _, rows = make_rows("discrete")
+    rows.truncated[0] = rows.truncated[4] = True
+    rows.status[0] = rows.status[4] = status
+    target = part_of(make_rows("discrete")[1])
+    target.unpack_results(pack_results(rows))
+    rows.terminated[4], rows.truncated[4] = ends
+    text = "terminated {}, truncated {} and status {} in row 2"
+    with pytest.raises(RemoteProtocolError, match=text.format(*ends, status)):
+        target.unpack_results(pack_results(rows))
 
 
 def test_rows_without_bytes_can_be_packed_and_unpacked() -> None:

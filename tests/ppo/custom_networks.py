@@ -81,6 +81,34 @@ def with_foreign_policy(
     return model
 
 
+def with_layer(layer: Any, space: Any, action_size: int, **named: Any) -> keras.Model:
+    rows = keras.Input(space.shape)
+    hidden = layer(keras.layers.Dense(8, "tanh")(rows), **named)
+    outputs = keras.layers.Dense(action_size)(hidden), keras.layers.Dense(1)(hidden)
+    return keras.Model(rows, outputs)
+
+
+def without_training(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    layers = [keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
+    return with_layer(keras.Sequential(layers), space, action_size)
+
+
+def dropout(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return with_layer(keras.layers.Dropout(0.1), space, action_size, training=True)
+
+
+def normalization(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    layer = keras.layers.BatchNormalization(momentum=1.0)
+    return with_layer(layer, space, action_size, training=True)
+
+
+def random(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    noise = keras.layers.Lambda(lambda rows: rows + tf.random.normal(tf.shape(rows)))
+    return with_layer(noise, space, action_size)
+
+
 def plain_object(space: Any, action_size: int, config: Any, seed: int) -> Plain:
     return Plain(space.shape[0], action_size)
 

@@ -42,6 +42,11 @@ def test_images_stay_uint8_until_they_are_scaled_and_keep_their_shape() -> None:
     assert preprocess.trackables == {}
 
 
+def test_network_that_does_not_fit_into_memory_is_an_error() -> None:
+    with pytest.raises(UnsupportedSpaceError, match="with 1,099,511,627,776 inputs"):
+        Agent(SPACES.Discrete(2**40), SPACES.Discrete(2), CONFIG)
+
+
 @pytest.mark.parametrize(
     ("space", "rows", "expected"),
     [

@@ -1,5 +1,6 @@
 """Callbacks, called after each iteration: they stop runs, change envs, add metrics."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from envserve.client import BatchEnv
 from ppo.agent.agent import Agent
 from ppo.config import Config
+from ppo.config.named_configs import load_config
 from ppo.environments import env_maker
 from ppo.errors import CallbackError, ConfigError
 from ppo.run_folder.checkpoint import Counters
@@ -175,6 +177,29 @@ def test_functions_of_a_file_share_its_globals_until_it_changes(tmp_path: Path) 
     assert one.__globals__ is two.__globals__
     file.write_text("def one(): return 1\n")
     assert load_user_code("callbacks", f"{file}:one")() == 1
+
+
+def test_files_import_modules_in_their_folder_unless_others_can_write_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(folder: str) -> tuple[Any, Config]:
+        file = tmp_path / folder / "own.py"
+        file.parent.mkdir()
+        file.with_name(f"beside_{folder}.py").write_text("NUMBER = 3\n")
+        text = f"import ppo.config\nfrom beside_{folder} import NUMBER\n"
+        text += "def f(run, metrics, rollout): return {'number': NUMBER}\n"
+        text += "config = ppo.config.Config(env_name='A', seed=NUMBER)\n"
+        file.write_text(text)
+        if folder == "writable":
+            file.parent.chmod(0o777)
+        return load_user_code("callbacks", f"{file}:f"), load_config(str(file))
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    callback, config = load("own")
+    assert (callback(None, {}, None), config.seed) == ({"number": 3}, 3)
+    text = r"own.py:2: ModuleNotFoundError: No module named 'beside_writable'; modules "
+    with pytest.raises(ConfigError, match=f"{text}in .* can write to /.*/writable"):
+        load("writable")
 
 
 @pytest.mark.parametrize(

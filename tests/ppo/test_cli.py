@@ -1,5 +1,6 @@
 """The ppo command: errors for invalid input, exit codes, output, and signals."""
 
+import itertools
 import json
 import logging
 import os
@@ -35,7 +36,7 @@ from ppo.cli.train import resume_hints
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS, apply_settings
 from ppo.environments import env_maker
-from ppo.errors import RunFolderError
+from ppo.errors import ConfigError, RunFolderError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, code_names
 from tests.ppo import failing_env, informing_env
@@ -262,6 +263,37 @@ def test_a_run_is_resumed_with_its_own_algorithm_only(tmp_path: Path) -> None:
     run.save_config(Config(env_name="CartPole-v1", algorithm="/old/my.py:Mine"))
     moved = plan_resumed_run(tmp_path, None, ["algorithm=new/my.py:Mine"], EnvOptions())
     assert moved.config.algorithm.endswith("new/my.py:Mine")
+
+
+def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
+    tmp_path: Path,
+) -> None:
+    def remark(config: Config, name: object, *changes: str) -> str:
+        run = RunFolder.create(tmp_path / str(next(numbers)), config)
+        return plan_resumed_run(run.path, str(name), [*changes], EnvOptions()).remark
+
+    numbers = itertools.count()
+    cartpole = CONFIGS["cartpole"]
+    longer = ("total_steps=2000000",)
+    for config, name, changes in (
+        (cartpole.replace(seed=3), "cartpole", longer),
+        (cartpole.replace(epochs=4), "CartPole-v1", longer),
+        (cartpole.replace(epochs=4), "cartpole", ("epochs=5",)),
+    ):
+        assert remark(config, name, *changes) == ""
+    assert remark(cartpole.replace(epochs=4, callbacks=("/a.py:f",)), "cartpole") == (
+        "The run keeps its settings, which differ from cartpole: epochs = 4 (not 10), "
+        'callbacks = ["/a.py:f"] (not []). Use --set to change them.'
+    )
+    file = tmp_path / "my.toml"
+    file.write_text(
+        'env_name = "Pendulum-v1"\nalgorithm = "sac"\n[sac]\nbatch_size = 9'
+    )
+    sac = Config(env_name="Pendulum-v1", algorithm="sac")
+    assert f"from {file}: batch_size = 256 (not 9). Use" in remark(sac, file)
+    with pytest.raises(ConfigError, match="whose algorithm is ppo; omit CONFIG"):
+        remark(Config(env_name="Pendulum-v1"), file)
+    assert remark(sac, "Pendulum-v1") == ""
 
 
 def test_resuming_is_not_suggested_after_errors_that_would_recur(

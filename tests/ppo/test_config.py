@@ -237,6 +237,7 @@ def test_parsed_settings_have_the_type_of_their_key(
         ),
         ("total_steps=2000", r"expected at least one iteration, .* got 2000"),
         ("env_name=", r"expected a str of length >= 1, such as CartPole-v1; got ''"),
+        ("callbacks=[3]", r"callbacks\[0\]: expected a str, such as my.py:callback"),
         ("network=resnet", r"expected auto, mlp, cnn, package.*, got 'resnet'"),
         ("network=a:", r"expected auto, mlp, cnn, package"),
         ("network=:b", r"expected auto, mlp, cnn, package"),

@@ -43,6 +43,17 @@ def test_runs_that_differ_only_in_the_seed_are_merged_into_one_curve(
     np.testing.assert_array_equal(curve.deviation, [1.0, 2.0])
 
 
+def test_the_folder_of_several_seeds_is_plotted_like_its_runs(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "three", CONFIG).path
+    runs = [
+        run(folder / f"seed-{seed}", [(10, float(seed))], seed=seed)
+        for seed in range(2)
+    ]
+    for given in ([folder], runs):
+        (curve,) = read_curves(given)
+        assert (curve.num_runs, curve.mean.tolist()) == (2, [0.5])
+
+
 def test_merged_runs_are_interpolated_linearly(tmp_path: Path) -> None:
     runs = [
         run(tmp_path / "a", [(10, 0.0), (30, 4.0)], seed=1),

@@ -34,12 +34,14 @@ OBSERVATION_SPACES = {
 HALF_BOUNDED = SPACES.Box(
     np.array([0.0, -np.inf], np.float32), np.array([np.inf, 3.0], np.float32)
 )
+MAX = np.finfo(np.float32).max
 BOXES = {
     "box": SPACES.Box(-1.0, 1.0, (3,)),
     "asymmetric": SPACES.Box(-2.0, 5.0, (2, 2), FLOAT64),
     "integers": SPACES.Box(0, 9, (2,), INT8),
     "unbounded": SPACES.Box(-np.inf, np.inf, (1,)),
     "half bounded": HALF_BOUNDED,
+    "largest": SPACES.Box(-MAX, MAX, (2,)),
 }
 CHOICES = {
     "discrete": SPACES.Discrete(6, start=3),

@@ -214,8 +214,8 @@ def test_discrete_actions_are_sent_as_integers() -> None:
     assert fake.actions[0].tolist() == [7]
 
 
-@pytest.mark.parametrize("number", [np.nan, np.inf])
-def test_observation_that_is_not_finite_raises_an_error_with_the_env_index(
+@pytest.mark.parametrize("number", [np.nan, np.inf, -1e200])
+def test_observation_that_is_not_finite_or_too_large_raises_an_error_with_the_env_index(
     number: float,
 ) -> None:
     def observe(rows: np.ndarray) -> np.ndarray:

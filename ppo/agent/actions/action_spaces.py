@@ -174,11 +174,11 @@ class _BoxActions(ActionAdapter):
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
         is_bounded = np.isfinite(space.low) & np.isfinite(space.high)
-        # Use float64, because the difference of two float32 bounds can overflow.
+        # Use float64, because the sum of two float32 bounds can overflow.
         self._low = np.where(is_bounded, space.low, -1.0).astype(np.float64)
         self._high = np.where(is_bounded, space.high, 1.0).astype(np.float64)
-        self._centre = (self._low + self._high) / 2
-        self._radius = (self._high - self._low) / 2
+        self._centre = self._low / 2 + self._high / 2
+        self._radius = self._high / 2 - self._low / 2
         self._is_scaled = bool((self._centre != 0).any() or (self._radius != 1).any())
         self._is_clipped = not (
             np.isinf(space.low).all() and np.isinf(space.high).all()
@@ -242,12 +242,11 @@ class _BoxActions(ActionAdapter):
         if space.dtype.kind in "iu":
             action = np.rint(action, dtype=np.float64)
             action = np.clip(action, self._low, self._high)
-        action = action.astype(space.dtype, copy=False)
-        if self._is_clipped:
+        if self._is_clipped:  # before the cast, which could overflow
             low, high = self._limits
             action = np.maximum(action, low)
             np.minimum(action, high, out=action)
-        return action
+        return action.astype(space.dtype, copy=False)
 
 
 class _DiscreteActions(ActionAdapter):

@@ -25,8 +25,9 @@ _TRIAL_ROWS = 2
 class CustomModel:
     """A user's model from observations to policy outputs and values.
 
-    The constructor calls the model with a small batch and checks its outputs and
-    variables.
+    The constructor calls the model with small batches and checks its outputs and
+    variables. Rollouts and updates call the model with different batches, so the output
+    of a row must depend only on the row and on the trainable variables.
 
     Args:
         model: The user's model.
@@ -50,8 +51,13 @@ class CustomModel:
     ) -> None:
         self.model = model
         self._name = name
-        zeros = create_empty_array(input_space, _TRIAL_ROWS, np.zeros)
-        rows = tf.nest.map_structure(tf.constant, zeros)
+        random, zeros = (
+            np.random.default_rng(0),
+            create_empty_array(input_space, _TRIAL_ROWS),
+        )
+        rows = tf.nest.map_structure(
+            lambda leaf: tf.constant(random.random(leaf.shape, leaf.dtype)), zeros
+        )
         outputs = model(rows)
         shapes = [tuple(getattr(part, "shape", ())) for part in _items(outputs)]
         expected = [(_TRIAL_ROWS, size), (_TRIAL_ROWS,)]
@@ -69,6 +75,7 @@ class CustomModel:
         trackables = getattr(model, "trackables", None)
         self.trackables = {"model": model} if trackables is None else dict(trackables)
         self._check_variables()
+        self._check_inference(rows, outputs)
         self.trainable_variables = list(model.trainable_variables)
         self.policy_variables = list(getattr(model, "policy_variables", ()))
         trainable = set(map(id, self.trainable_variables))
@@ -107,6 +114,27 @@ class CustomModel:
             raise ConfigError(
                 f"network {self._name}: expected trackables with all trainable "
                 f"variables, but a checkpoint would not store {missing}; add them."
+            )
+
+    def _check_inference(self, rows: Any, outputs: Any) -> None:
+        is_keras = isinstance(self.model, keras.layers.Layer)
+        variables = self.model.variables if is_keras else []
+        before = [variable.numpy() for variable in variables]
+        repeated = self.model(tf.nest.map_structure(lambda leaf: leaf[:1], rows))
+        causes = [
+            f"a call changed the variable {variable.path}"
+            for variable, value in zip(variables, before, strict=True)
+            if not np.array_equal(variable.numpy(), value, equal_nan=True)
+        ]
+        for first, second in zip(_items(outputs), _items(repeated), strict=True):
+            first, second = first.numpy()[:1], second.numpy()
+            if np.abs(first - second).max() > 1e-6 + 0.01 * np.abs(first).max():
+                causes.append("two calls with the same row had different outputs")
+        if causes:
+            raise ConfigError(
+                f"network {self._name}: expected a model in inference mode, whose "
+                f"outputs depend only on the row; {causes[0]}. Call layers without "
+                "training=True, and do not combine the rows of a batch."
             )
 
 
