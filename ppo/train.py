@@ -234,7 +234,8 @@ class _Loop:
             self._config.steps_per_iteration,
             0 if can_lose_all else int(self._run.tracker.consecutive_lost.min()),
         )
-        metrics = iteration_window.take()  # precede those of the algorithm
+        metrics = iteration_window.take()
+        # The loop's metrics come first, and override metrics of the same name.
         return metrics | self._run.statistics() | metrics
 
     def _is_evaluation_due(self, before: Counters) -> bool:
@@ -260,7 +261,8 @@ class _Loop:
     def _report(self) -> None:
         if not self._window:
             return
-        row = self._window.take()  # precedes the metrics of the algorithm
+        row = self._window.take()
+        # The loop's metrics come first, and override metrics of the same name.
         row = row | self._run.statistics() | row | self._evaluated
         self._evaluated = {}
         self._writer.write(self._run.counters.steps, row)

@@ -39,7 +39,8 @@ _Seconds = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
 _LayerSize = Annotated[int, Meta(ge=1, le=65_536)]
 _Layers = Annotated[tuple[_LayerSize, ...], Meta(examples=["64,64"])]
-_Names = Annotated[tuple[str, ...], Meta(examples=["ale_py"])]
+_Name = Annotated[str, Meta(min_length=1)]
+_Names = Annotated[tuple[_Name, ...], Meta(examples=["ale_py"])]
 _Table = Mapping[str, Any]
 
 #: Names of settings in other libraries, with the corresponding names here.
@@ -477,7 +478,7 @@ class Config:
     """Number of most recent checkpoints to keep. The checkpoint of the best evaluation
     is kept as well."""
 
-    callbacks: Annotated[tuple[str, ...], Meta(examples=["my.py:callback"])] = ()
+    callbacks: Annotated[tuple[_Name, ...], Meta(examples=["my.py:callback"])] = ()
     """Custom functions or classes that are called after each iteration, such as
     my.py:callback. See "Your own losses, callbacks and metrics" in the docs."""
 
