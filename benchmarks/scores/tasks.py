@@ -20,6 +20,7 @@ MEASURES: tuple[Measure, ...] = get_args(Measure)
 _ASIDE = re.compile(
     "import_modules|preload|total_steps|seed|num_splits|act_on|spare_envs|jit_compile|"
     "use_gpu|on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
+    "|save_replay"
 )
 
 
@@ -64,8 +65,11 @@ class Task:
     @property
     def settings(self) -> dict[str, Any]:
         """The current settings that influence learning and are not 0, False or ""."""
-        values = json.loads(json.dumps(vars(self.make_config(0)))).items()
-        return {k: v for k, v in values if v and not _ASIDE.match(k)}
+        values = json.loads(json.dumps(vars(self.make_config(0))))
+        table = values.pop("algorithm_settings")
+        used = {k: v for k, v in values.items() if v and not _ASIDE.match(k)}
+        table = {k: v for k, v in table.items() if not _ASIDE.match(k)}
+        return used | ({"algorithm_settings": table} if table else {})
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:
         """Return whether the recorded settings of a run equal the current ones.

@@ -31,6 +31,7 @@ from gymnasium.wrappers.vector import (
 from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, CallError, EnvError, LocalProtocolError
+from envserve.pool.pool import Pool
 from tests.envserve.conftest import MakeEnvs, local_or_tcp
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 from tests.oracle.identical import assert_identical
@@ -250,8 +251,10 @@ def test_after_a_fault_of_a_vector_env_the_next_step_is_a_reset(
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_the_final_observation_of_a_lost_row_is_the_last_one_returned(
-    copy: bool,
+    copy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The shared launcher has not imported the file of the env.
+    monkeypatch.setattr("envserve.client.factory.Pool", Pool)
     options: dict[str, Any] = {"autoreset_mode": "SameStep", "copy": copy}
     with contextlib.closing(make_vec(ENV, 2, num_workers=1, **options)) as envs:
         envs.reset()

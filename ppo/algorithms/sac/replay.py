@@ -201,7 +201,7 @@ def _read(path: Path, count: int) -> list[np.ndarray]:
         CheckpointError: The file is damaged.
     """
     try:
-        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file) as arrays:
             # A small compressed file can need any amount of memory.
             if any(part.compress_type for part in arrays.zip.infolist()):
                 raise ValueError("expected no compression")
