@@ -208,7 +208,10 @@ class WorkerSet:
                 pass
         for worker in self.all:
             if worker.process is not None:
-                _LOGGER.error("%r cannot be killed", worker)
+                # A process without an id was never forked; closing its launcher
+                # prevents this.
+                if worker.process.pid is not None:
+                    _LOGGER.error("%r cannot be killed", worker)
                 worker.abandon()
         if self._owns_launcher:
             self._launcher.close()

@@ -21,6 +21,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.context import EnvContext
 from envserve.envs.registry import Env, make_env
 from envserve.envs.seeding import env_seed
+from envserve.errors import SpaceError
 from envserve.settings import EnvRequest
 from envserve.slab import BEAT_INCREMENT, FIRST_STEP, Rows, next_beat
 from envserve.spaces import codec
@@ -122,9 +123,16 @@ class EnvRow:
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
-        spec = self._spec = EnvSpec(
-            request.env_name, self._env.observation_space, self._env.action_space
-        )
+        try:
+            spaces = self._env.observation_space, self._env.action_space
+        except AttributeError as error:
+            if error.name not in ("observation_space", "action_space"):
+                raise
+            raise SpaceError(
+                f"expected an env with the attribute {error.name}; "
+                f"{type(error.obj).__name__} has none; set it to a space of Gymnasium"
+            ) from None
+        spec = self._spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
         self._single_leaf = self._single_dtype = self._single_shape = None

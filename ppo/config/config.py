@@ -166,6 +166,8 @@ def _check_keys(
         elif key in known:
             text = f"{key} is a setting of all algorithms or of ppo; write it outside "
             text += "of algorithm_settings."
+        elif key in ("num_workers", "workers"):
+            text = f"{key} is not a setting; use the option --num-workers."
         else:
             nearest = suggestion(_ALIASES.get(key, key), [*known, *valid_keys])
             text = f"unknown key {key!r}.{nearest}"

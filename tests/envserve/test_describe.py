@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import gymnasium
 import pytest
 
 from envserve.cli.app import PROGRAM
+from envserve.client import BatchEnv
+from envserve.errors import EnvserveError
 from tests.command_line import invoke
 from tests.envserve.conftest import Serve
 
@@ -92,3 +95,33 @@ def test_an_env_with_a_missing_package_is_reported_without_a_traceback(
     assert result.exit_code == 1
     assert "not_installed" in result.output
     assert "Traceback" not in result.output
+
+
+INVALID = """
+import gymnasium
+import numpy as np
+
+class Shape(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+class NoSpace(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+"""
+
+
+def test_an_invalid_env_is_an_error_that_can_be_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "invalid_envs.py"
+    file.write_text(INVALID)
+    result = invoke(PROGRAM, ["describe", f"{file}:NoSpace"])
+    assert "attribute action_space; NoSpace has none; set it" in result.output
+    with pytest.raises(EnvserveError, match="expected observation float32"):
+        BatchEnv.local(f"{file}:Shape", 1, crash_dir=str(tmp_path / "crashes")).reset()
+    (repro,) = (tmp_path / "crashes").glob("*.repro")
+    result = invoke(PROGRAM, ["replay", str(repro), "--import", f"{file}:Shape"])
+    assert result.exit_code == 0, result.output
+    assert "reproduced in the reset: expected observation float32" in result.output

@@ -53,6 +53,11 @@ def test_error_for_an_unknown_key_suggests_the_nearest_one(
         read_config(tmp_path / "mine.json")
 
 
+def test_error_for_the_number_of_workers_names_the_option() -> None:
+    with pytest.raises(ConfigError, match="not a setting; use the option --num-work"):
+        apply_settings(BASE, ["num_workers=4"])
+
+
 @pytest.mark.parametrize("key", ["zzz", "self"])
 def test_error_for_a_key_without_similar_ones_suggests_nothing(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. `ppo configs"):
