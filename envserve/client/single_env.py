@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copying
 from typing import Any, Final
 
 import gymnasium
@@ -18,8 +19,9 @@ _OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
 class Env(gymnasium.Env[Any, Any]):
     """The only row of a `BatchEnv`, without the batch dimension.
 
-    If a fault ends an episode, its last step is truncated, `info["fault"]` contains the
-    reason, and `info["valid"]` is False. Call `reset` as after any other episode.
+    If a fault ends an episode, its last step is truncated and returns the previous
+    observation again, `info["fault"]` contains the reason, and `info["valid"]` is
+    False. Call `reset` as after any other episode.
     """
 
     def __init__(self, batch: BatchEnv) -> None:
@@ -43,7 +45,8 @@ class Env(gymnasium.Env[Any, Any]):
         seeds = None if seed is None else [seed]
         observation = self._batch.reset(None, seeds, options=options)
         super().reset(seed=seed)
-        return self._unbatch(observation), dict(self._batch.reset_infos.get(0, {}))
+        self._observation = self._unbatch(observation)
+        return self._observation, dict(self._batch.reset_infos.get(0, {}))
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the env; see `gymnasium.Env.step`.
@@ -55,10 +58,15 @@ class Env(gymnasium.Env[Any, Any]):
         """
         result = self._batch.step(action)
         info = dict(result.infos.get(0, {}))
+        observation = self._unbatch(result.observation)
         if not result.valid[0]:
             info["valid"] = False
+            if result.lost[0]:
+                observation = copying.deepcopy(self._observation)
+        # `__setattr__` of this class is slower.
+        self.__dict__["_observation"] = observation
         return (
-            self._unbatch(result.observation),
+            observation,
             float(result.reward[0]),
             bool(result.terminated[0]),
             bool(result.truncated[0]),

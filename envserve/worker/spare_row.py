@@ -23,6 +23,7 @@ from typing import Any, Final
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import spare_seed
 from envserve.slab import Rows, next_beat, private_heartbeat
+from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
@@ -34,6 +35,9 @@ _MAX_THREADS: Final = 16
 #: Python's switch interval: the time after which a CPU-bound reset yields to the
 #: stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3
+#: Reset options with which the prepared episode begins. `make_vec` sends an empty dict
+#: if the only option is "reset_mask".
+_NO_OPTIONS: Final = (b"", codec.encode({}, keep_types=True))
 
 
 class ResetThreads(ThreadPoolExecutor):
@@ -147,7 +151,7 @@ class SpareRow:
           options: See `lane.Reset`.
         """
         self._episode_has_ended = False
-        if seed is None and not options and not self.is_fresh:
+        if seed is None and options in _NO_OPTIONS and not self.is_fresh:
             info = self._begin_prepared_episode()
         else:
             switches = seed is not None or not self.is_fresh

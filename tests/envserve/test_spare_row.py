@@ -14,6 +14,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import env_seed, spare_seed
 from envserve.settings import Autoreset, EnvRequest
 from envserve.slab import BEAT_INCREMENT, Rows, private_heartbeat
+from envserve.wire.bodies import pack_options
 from envserve.worker.env_checks import SpaceViolation
 from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
@@ -236,12 +237,15 @@ def test_results_do_not_depend_on_when_the_spare_is_ready(
     assert seen == [[(SEED, spare)[turn % 2], turn // 2, 0] for turn in range(8)]
 
 
-def test_a_reset_without_a_seed_uses_the_prepared_spare(bench: Bench) -> None:
+@pytest.mark.parametrize("options", [None, {}])
+def test_a_reset_without_a_seed_uses_the_prepared_spare(
+    bench: Bench, options: dict[str, Any] | None
+) -> None:
     bench.reset()
     bench.row.step(1)
-    assert bench.reset() == [spare_seed(SEED), 0, 0]
-    assert bench.reset() == [SEED, 1, 0]
-    assert bench.reset() == [spare_seed(SEED), 1, 0]
+    for seen in ([spare_seed(SEED), 0, 0], [SEED, 1, 0], [spare_seed(SEED), 1, 0]):
+        bench.row.reset(None, pack_options(options))
+        assert bench.observed() == seen
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -147,7 +147,7 @@ def test_one_env_passes_the_checks_of_gymnasium(shared_address: str) -> None:
         check_env(env)
 
 
-def test_a_lost_episode_of_a_single_env_is_truncated_and_its_info_has_the_reason(
+def test_a_lost_episode_of_a_single_env_ends_with_its_last_observation_and_the_reason(
     shared_address: str,
 ) -> None:
     imports: Any = {} if shared_address else {"import_modules": [MODULE]}
@@ -157,7 +157,8 @@ def test_a_lost_episode_of_a_single_env_is_truncated_and_its_info_has_the_reason
     ) as env:
         env.reset()
         assert env.step(0)[1:] == (1.0, False, False, {})
-        *_, terminated, truncated, info = env.step(1)
+        observation, _, terminated, truncated, info = env.step(1)
+        np.testing.assert_array_equal(observation, 1)
         assert (terminated, truncated, info["valid"]) == (False, True, False)
         assert info["fault"]["status"] == "ENV_ERROR"
         with pytest.raises(LocalProtocolError, match="have ended"):
