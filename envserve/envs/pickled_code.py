@@ -71,6 +71,7 @@ class UserCode:
           TypeError: An element of a list is not a function.
           ValueError: The list is empty.
         """
+        _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
         specs = {
             name: spec
@@ -249,6 +250,17 @@ def _pickle(value: object) -> bytes:
 
     pickled: bytes = cloudpickle.dumps(value)
     return pickled
+
+
+def _pickle_loaded_files_by_value() -> None:
+    """Let `_pickle` include code of files that `ppo` has loaded, such as callbacks.
+
+    Their modules are named after the paths, so workers cannot import them.
+    """
+    for module in [module for name, module in sys.modules.items() if "/" in name]:
+        import cloudpickle
+
+        cloudpickle.register_pickle_by_value(module)
 
 
 def _can_be_pickled(spec: EnvSpec) -> bool:

@@ -100,8 +100,10 @@ def name_of_code(code: Any) -> str:
 
 def is_importable(name: str) -> bool:
     """Return whether other processes can import the class or function of this name."""
-    # The names of lambdas and local functions contain "<"; those of partials, "(".
-    return not (name.startswith("__main__:") or {*"<("} & {*name})
+    # The names of lambdas and local functions contain "<"; those of partials, "(". The
+    # modules of files that `ppo` has loaded are named after their paths.
+    module = name.rpartition(":")[0]
+    return not (module == "__main__" or "/" in module or {*"<("} & {*name})
 
 
 def name_and_imports(

@@ -270,9 +270,9 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
 
         The env's generator is not used, so the env's own random numbers do not change.
         """
-        spec = self.env.spec
         self._steps_left = 0
-        if seed is not None and spec and (limit := spec.max_episode_steps):
+        if seed is not None and (limits := self._time_limits()):
+            limit = min(limits)
             self._steps_left = (
                 int(np.random.default_rng([seed, limit]).integers(limit)) + 1
             )
@@ -285,3 +285,13 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         self._steps_left -= 1
         observation, reward, terminated, truncated, info = self.env.step(action)
         return observation, reward, terminated, truncated or not self._steps_left, info
+
+    def _time_limits(self) -> list[int]:
+        """Return the time limits of the env; its own and those of wrappers."""
+        layer: Any = self
+        limits = []
+        while layer is not layer.unwrapped:
+            layer = layer.env
+            if layer.spec and (limit := layer.spec.max_episode_steps):
+                limits.append(limit)
+        return limits

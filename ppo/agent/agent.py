@@ -156,11 +156,13 @@ class Agent:
             num_rows: Largest number of rows.
 
         Returns:
-            The function, or None if a network has no NumPy form.
+            The function, or None if a network has no NumPy form. None for a subclass,
+            which may have changed the policy, unless it overrides this method.
         """
         values, scales = snapshot
         networks = self._networks
-        if not isinstance(networks.policy_torso, IdentityTorso):
+        is_built_in = isinstance(networks.policy_torso, IdentityTorso)
+        if not is_built_in or type(self) is not Agent:
             return None
         value_of = dict(zip(map(id, self.trainable_variables), values, strict=True))
         parts = [

@@ -250,6 +250,12 @@ def test_staggering_does_not_change_shorter_episodes_or_envs_without_a_limit() -
     assert env.step(0)[2:4] == (False, True)
 
 
+def test_staggered_episodes_end_within_the_lowest_of_several_limits() -> None:
+    inner = gymnasium.wrappers.TimeLimit(limited(None, length=30), 4)
+    env = wrapped(gymnasium.wrappers.TimeLimit(inner, 1000), "StaggerEpisodes")
+    assert {lengths(env, seed)[0] for seed in range(50)} == {1, 2, 3, 4}
+
+
 # RangeNormalize.
 
 

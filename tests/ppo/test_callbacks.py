@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks, load_user_code
 from tests.ppo import informing_env, own_callbacks, own_losses
 from tests.ppo.fakes import ACTIONS, BOX
-from tests.ppo.runs import SMALL, Maker, counters, rollout_of, rows_of, run
+from tests.ppo.runs import SMALL, Maker, counters, eagerly, rollout_of, rows_of, run
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -220,3 +221,24 @@ def test_invalid_callback_is_a_one_line_error_before_any_env_starts(
         run(tmp_path, named(name), maker)
     assert len(str(caught.value).splitlines()) == 1
     assert maker.made == []
+
+
+def test_file_of_a_callback_can_also_register_the_env(tmp_path: Path) -> None:
+    file = tmp_path / "walk.py"
+    file.write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Walk(CartPoleEnv):\n"
+        "    pass\n"
+        "gymnasium.register('Walk-v0', Walk)\n"
+        "def callback(run, metrics, rollout):\n"
+        "    return {'mine': 1.0}\n"
+    )
+    config = SMALL.replace(env_name="Walk-v0", callbacks=(f"{file}:callback",))
+    folder = RunFolder.create(tmp_path / "run", config)
+    try:
+        with eagerly():
+            train(config, folder, env_maker(config, num_workers=1))
+    finally:
+        del gymnasium.registry["Walk-v0"]
+    assert [row["mine"] for row in rows_of(tmp_path / "run")] == 4 * [1.0]

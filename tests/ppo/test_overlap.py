@@ -16,7 +16,7 @@ from ppo.algorithms.ppo.update import Updater
 from ppo.errors import DivergedError
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
-from tests.ppo.fakes import CountingBatchEnv, ScriptedBatchEnv, in_graph
+from tests.ppo.fakes import CountingBatchEnv, in_graph
 from tests.ppo.runs import SMALL, Maker, counters, eagerly, parameters, rows_of, run
 
 OVERLAP = SMALL.replace(overlap=True)
@@ -52,21 +52,6 @@ def test_snapshot_is_not_changed_by_an_update() -> None:
     assert again.action is not first.action
     other = simulation.run((0, 1), agent.snapshot(), reset=True)
     assert (other.action != action).any()
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_policy_in_a_graph_acts_on_the_observations_of_each_rollout(
-    num_splits: int,
-) -> None:
-    def policy(observation: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return tf.cast(observation[:, :1], tf.float32), tf.zeros(len(observation))
-
-    env = in_graph(ScriptedBatchEnv(["....."] * 2, num_splits=num_splits))
-    simulation = Simulation(env, policy, horizon=3, num_rollouts=2)
-    for iteration in range(4):
-        rollout = simulation.run((0, iteration))
-        expected = rollout.observation[:-1, :, :1].astype(np.float32)
-        np.testing.assert_array_equal(rollout.action, expected)
 
 
 def test_rollouts_use_the_policy_from_before_the_previous_update(

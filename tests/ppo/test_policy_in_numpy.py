@@ -11,6 +11,8 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 
 from ppo.agent.agent import Agent
 from ppo.config import Config
+from tests.ppo.fakes import CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, agent_simulation
 
 SPACES = gymnasium.spaces
 NUM_ROWS = 7
@@ -164,3 +166,20 @@ def test_other_networks_exist_only_in_tensorflow(
     config = Config(env_name="any", **settings)
     agent = Agent(observation_space, BOXES["box"], config)
     assert agent.in_numpy(agent.snapshot(), NUM_ROWS) is None
+
+
+def test_a_subclass_of_the_agent_acts_in_rollouts() -> None:
+    class Opposite(Agent):
+        def act_from(
+            self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+        ) -> tuple[Any, ...]:
+            action, *others = Agent.act_from(self, snapshot, observation, noise, *state)
+            return -action, *others
+
+    env = in_graph(CountingBatchEnv([3]))
+    spaces = env.env.observation_space, env.env.action_space
+    actions = [
+        agent_simulation(kind(*spaces, SMALL), env, 4).run((1, 2), reset=True).action
+        for kind in (Agent, Opposite)
+    ]
+    np.testing.assert_allclose(actions[1], -actions[0], rtol=1e-5)
