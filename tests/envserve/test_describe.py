@@ -119,8 +119,12 @@ def test_an_invalid_env_is_an_error_that_can_be_replayed(tmp_path: Path) -> None
     file.write_text(INVALID)
     result = invoke(PROGRAM, ["describe", f"{file}:NoSpace"])
     assert "attribute action_space; NoSpace has none; set it" in result.output
-    with pytest.raises(EnvserveError, match="expected observation float32"):
-        BatchEnv.local(f"{file}:Shape", 1, crash_dir=str(tmp_path / "crashes")).reset()
+    crashes = str(tmp_path / "crashes")
+    with (
+        pytest.raises(EnvserveError, match="expected observation float32"),
+        BatchEnv.local(f"{file}:Shape", 1, crash_dir=crashes) as batch,
+    ):
+        batch.reset()
     (repro,) = (tmp_path / "crashes").glob("*.repro")
     result = invoke(PROGRAM, ["replay", str(repro), "--import", f"{file}:Shape"])
     assert result.exit_code == 0, result.output
