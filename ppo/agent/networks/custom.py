@@ -51,12 +51,10 @@ class CustomModel:
     ) -> None:
         self.model = model
         self._name = name
-        random, zeros = (
-            np.random.default_rng(0),
-            create_empty_array(input_space, _TRIAL_ROWS),
-        )
+        random = np.random.default_rng(0)
         rows = tf.nest.map_structure(
-            lambda leaf: tf.constant(random.random(leaf.shape, leaf.dtype)), zeros
+            lambda leaf: tf.constant(random.random(leaf.shape, leaf.dtype)),
+            create_empty_array(input_space, _TRIAL_ROWS),
         )
         outputs = model(rows)
         shapes = [tuple(getattr(part, "shape", ())) for part in _items(outputs)]

@@ -79,7 +79,7 @@ class Replay:
         leaves = tf.nest.flatten(transitions)
         if self._structure is None:
             self._structure = tf.nest.map_structure(lambda _: 0, transitions)
-            self._allocate(leaves, "the rollout")
+            self._ensure_arrays(leaves, "the rollout")
         self._append(leaves)
 
     def sample(self, shape: tuple[int, int], seed: tuple[int, int]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Replay:
             chain.append((path, end - first))
         for path, count in reversed(chain):
             leaves = _read(path, count)
-            self._allocate(leaves, str(path))
+            self._ensure_arrays(leaves, str(path))
             self._append(leaves)
         self._num_added = self._num_saved = newest
         if self.size < (expected := min(num_added, self._capacity)):
@@ -148,8 +148,8 @@ class Replay:
                 *(folder, expected, self.size),
             )
 
-    def _allocate(self, leaves: Sequence[np.ndarray], source: str) -> None:
-        """Allocate the arrays; if they exist, check that they fit to `leaves`.
+    def _ensure_arrays(self, leaves: Sequence[np.ndarray], source: str) -> None:
+        """Allocate the arrays; if they exist, check that they fit `leaves`.
 
         Raises:
             CheckpointError: They do not fit; the message names `source`.
