@@ -412,11 +412,12 @@ class BatchEnv:
             Reset all envs before the next step.
           ServerError: A server was lost.
         """
-        self.send_reset(env_indices, seeds, options=options)
+        pending = self._pending_reset
         try:
+            self.send_reset(env_indices, seeds, options=options)
             return self.recv_reset()
         finally:
-            self.cancel_reset()
+            self._pending_reset = pending
 
     @_exclusive
     def send_reset(

@@ -23,6 +23,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Waker
+from envserve.errors import LocalProtocolError
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
@@ -350,6 +351,29 @@ def test_an_interrupt_while_a_step_is_sent_costs_nothing(
             _, result = batch.recv(2)
             assert result.valid.all()
             np.testing.assert_array_equal(result.reward, 9)
+
+
+def test_a_reset_that_is_interrupted_once_it_was_sent_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Run() as run:
+        batch = run.batch
+        send_reset = batch.send_reset
+
+        def interrupt(*arguments: Any, **options: Any) -> None:
+            send_reset(*arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(batch, "send_reset", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batch.reset()
+        monkeypatch.undo()
+        run.shown = batch.reset()
+        batch.send_reset()
+        with pytest.raises(LocalProtocolError, match="a reset is in flight"):
+            batch.reset()
+        run.shown = batch.recv_reset()
+        assert run.step().valid.all()
 
 
 def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
