@@ -52,15 +52,16 @@ def called_by(function: Callable[[], object]) -> Counter[CodeType]:
     return called
 
 
-def fewest_calls(batch: BatchEnv) -> Calls:
+def fewest_calls(batch: BatchEnv, *, is_in_place: bool = False) -> Calls:
     """Count the calls in some steps; return the counts of the cheapest step."""
     batch.reset()
     actions = np.zeros(batch.num_envs, np.int64)
+    out = batch.step(actions) if is_in_place else None
     for _ in range(NUM_STEPS):
-        batch.step(actions)
+        batch.step(actions, out)
     counts = []
     for _ in range(NUM_STEPS):
-        called = called_by(partial(batch.step, actions))
+        called = called_by(partial(batch.step, actions, out))
         files = {code.co_filename for code in called}
         counts.append(Calls(len(called), called.total(), len(files)))
     return min(counts, key=lambda count: count.calls)
@@ -72,6 +73,12 @@ def test_a_local_step_makes_few_calls() -> None:
     assert found.functions <= 24, found
     assert found.calls <= 30, found
     assert found.files <= 9, found
+
+
+def test_a_local_step_into_arrays_makes_few_calls() -> None:
+    with BatchEnv.local("CartPole-v1", NUM_ENVS, 2, seed=0) as batch:
+        found = fewest_calls(batch, is_in_place=True)
+    assert found.calls <= 34, found
 
 
 def test_a_step_over_tcp_makes_few_calls(start_server: StartServer) -> None:
