@@ -79,9 +79,9 @@ class RawClient:
         self, outcomes: Sequence[Outcome], absent: Sequence[int] = ()
     ) -> list[Message]:
         """Deliver outcomes from the pool; return the server's replies."""
-        session = self.server.session
+        protocol = self.server.protocol
         self.server.carry_out(
-            session.pool_finished(("", SESSION), outcomes, absent), 0.0
+            protocol.pool_finished(("", SESSION), outcomes, absent), 0.0
         )
         return self.take_replies()
 

@@ -105,7 +105,9 @@ class MemoryConnection:
             for session, pool in list(self.server.pools.items()):
                 outcomes = [pool.finish(b) for b in {*pool.running} - self.slow]
                 absent = self.slow & pool.running.keys()
-                decisions = self.server.session.pool_finished(session, outcomes, absent)
+                decisions = self.server.protocol.pool_finished(
+                    session, outcomes, absent
+                )
                 self.server.carry_out(decisions, now)
             self._take()
         return self._replies.popleft() if self._replies else None  # type: ignore[return-value]

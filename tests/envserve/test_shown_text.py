@@ -117,7 +117,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
 def test_message_types_of_servers_are_dropped(kind: int) -> None:
     server = FakeServer()
     assert not server.replies_to(kind, request=1)
-    assert server.session.num_dropped_messages == 1
+    assert server.protocol.num_dropped_messages == 1
 
 
 # Host information that clients receive.

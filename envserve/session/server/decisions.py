@@ -1,6 +1,6 @@
-"""Decisions of a `ServerSession`, which the server's event loop carries out.
+"""Decisions of a `ServerProtocol`, which the server's event loop carries out.
 
-`ServerSession` does no I/O and calls no other part of the server. Instead, its methods
+`ServerProtocol` does no I/O and calls no other part of the server. Instead, its methods
 return lists of decisions, in the order in which they must be carried out.
 """
 
@@ -104,8 +104,8 @@ class BeginDrain(NamedTuple):
 
 
 # Requests whose answers the event loop has to compute. The event loop passes an answer
-# to `ServerSession.answer`, and a Refusal or RemoteProtocolError to
-# `ServerSession.refuse`.
+# to `ServerProtocol.answer`, and a Refusal or RemoteProtocolError to
+# `ServerProtocol.refuse`.
 
 
 class ReplyWelcome(NamedTuple):

@@ -1,6 +1,6 @@
 """The server's half of the protocol, without I/O.
 
-`session/states.py` explains the protocol. `ServerSession` passes the operations of a
+`session/states.py` explains the protocol. `ServerProtocol` passes the operations of a
 granted lease to its `Lease`, and handles all other messages itself, with `LeaseTable`.
 Every message of a session renews its lease.
 
@@ -71,7 +71,7 @@ _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 }
 
 
-class ServerSession:
+class ServerProtocol:
     """All sessions of one server.
 
     The caller must carry out the decisions that a method returns, in order.
