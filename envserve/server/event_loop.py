@@ -247,7 +247,7 @@ class ServerLoop:
                 if shares.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
-            pause = shares.end_turn(is_drained=not has_more)
+            pause = shares.end_turn(has_unread=has_more)
             if shares.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
                 self._audit(Audit("over quota", shares.throttled, reason=reason))

@@ -373,8 +373,8 @@ class RemoteLane:
         self._has_closed.set()
         self._attacher.remove(self._waker)
         with self._lock:
-            is_kept = self._keeper.ident is not None
-        if is_kept:
+            has_keeper = self._keeper.ident is not None
+        if has_keeper:
             self._keeper.join()
         if self._successor is not None:
             self._successor.begin_close()
