@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from ray.cluster_utils import Cluster
 
-from benchmarks.lab.processes import is_running, with_descendants
+from benchmarks.support.processes import is_running, with_descendants
 from envserve.client import BatchEnv, Status
 from envserve.client.link.probe import request_welcome
 from envserve.errors import AddressError, ConnectError

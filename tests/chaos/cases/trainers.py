@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.lab.processes import is_running, with_descendants
+from benchmarks.support.processes import is_running, with_descendants
 from envserve.client.link.probe import request_welcome
 from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
