@@ -167,7 +167,7 @@ def draw_frame(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFr
         row=row,
         serial=tick + 1,
         jpeg=file.getvalue() if has_jpeg else b"",
-        text="" if has_jpeg else "no picture: render_mode is None",
+        text="" if has_jpeg else "no image: render_mode is None",
         seed=2**60 + row,
         episode_steps=tick % 500,
         episode_return=float(tick % 500),
