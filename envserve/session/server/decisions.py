@@ -17,8 +17,8 @@ from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
 #: A user and a session number, which the client draws at random. Because the user is
-#: part of the id, a client cannot access the session of another user, even if the
-#: client knows the session number.
+#: part of the id, a client cannot access the session of another user, even with its
+#: session number.
 SessionId = tuple[str, int]
 #: Minimum seconds between two copies of a reply. The longer interval applies after
 #: `_MAX_FREQUENT_COPIES` copies.
