@@ -41,7 +41,7 @@ def servers(request: pytest.FixtureRequest) -> dict[str, FakeServer]:
     num_envs = getattr(request, "param", 16)
     return {
         "tcp://sim1:5555": FakeServer("CartPole-v1", num_envs=num_envs),
-        "tcp://sim2:5555": FakeServer(EVIL, num_envs=3, host="", has_pictures=False),
+        "tcp://sim2:5555": FakeServer(EVIL, num_envs=3, host="", has_images=False),
     }
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from envserve.envs.seeding import draw_root_seed
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message
 from tests.envserve.checked_server import Envs, Server
 

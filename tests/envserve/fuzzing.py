@@ -35,7 +35,8 @@ from envserve.wire.bodies import (
     ResetBody,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart

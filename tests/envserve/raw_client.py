@@ -9,7 +9,7 @@ from typing import Any
 from envserve.lane import Outcome
 from envserve.wire.bodies import CallBody, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer, make_attach, make_call
 

@@ -14,7 +14,7 @@ from typing import Self
 import zmq
 
 from benchmarks.support.processes import kill_all, usage_of, with_descendants
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.keys.key_folder import KeyFolder
 from envserve.settings import PoolSettings
 from envserve.wire.handshake import Welcome

@@ -14,7 +14,7 @@ from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Drain
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve
@@ -107,7 +107,7 @@ def answer_as(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
             raise ConnectError("no answer")
         return Message(kind, boot=boot)
 
-    monkeypatch.setattr("envserve.client.link.probe.request", answer)
+    monkeypatch.setattr("envserve.client.link.sessionless_requests.request", answer)
 
 
 def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:

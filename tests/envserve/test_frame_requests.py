@@ -28,7 +28,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message, Peer, decode, encode
 from tests.command_line import invoke
 

@@ -13,7 +13,8 @@ from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 

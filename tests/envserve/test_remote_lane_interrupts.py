@@ -136,7 +136,7 @@ class MemoryConnection:
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     MemoryConnection.made = []
     monkeypatch.setattr(remote_lane, "Connection", MemoryConnection)
-    monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
+    monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
 
 
 class Run:

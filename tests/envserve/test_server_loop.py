@@ -35,7 +35,8 @@ from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.bodies import Attach, ResetBody
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.sockets import raise_file_limit

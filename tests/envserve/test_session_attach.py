@@ -23,7 +23,8 @@ from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (

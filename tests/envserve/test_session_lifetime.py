@@ -9,7 +9,7 @@ import pytest
 from envserve.errors import ConnectError, LeaseLost, ServerError, ServerLost
 from envserve.session.states import ClientState
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,

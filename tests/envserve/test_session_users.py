@@ -9,7 +9,8 @@ import pytest
 
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, Peer, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 

@@ -31,7 +31,8 @@ from envserve.text import (
     words_without_numbers,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Welcome, exception_of
+from envserve.wire.error_body import ErrorBody, exception_of
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message, encode
 from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, errors_in

@@ -16,7 +16,8 @@ from envserve.server.status import Counters, StatusReporter
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import FakeServer, make_attach

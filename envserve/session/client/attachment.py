@@ -42,13 +42,8 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, did_you_mean
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import (
-    ErrorBody,
-    Hello,
-    Welcome,
-    check_versions,
-    exception_of,
-)
+from envserve.wire.error_body import ErrorBody, exception_of
+from envserve.wire.handshake import Hello, Welcome, check_versions
 from envserve.wire.message import Buffer, Message
 
 _LOGGER: Final = logging.getLogger(__name__)

@@ -62,7 +62,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.handshake import error_body_of
+from envserve.wire.error_body import error_body_of
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec

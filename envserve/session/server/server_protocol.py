@@ -53,7 +53,8 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello, Join, error_body_of
+from envserve.wire.error_body import ErrorBody, error_body_of
+from envserve.wire.handshake import Hello, Join
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 _LOGGER: Final = logging.getLogger(__name__)
