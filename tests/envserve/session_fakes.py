@@ -1,4 +1,4 @@
-"""A server session with pools that tests control, and helpers for both sides."""
+"""A server with pools that tests control, and helpers for both sides."""
 
 from __future__ import annotations
 

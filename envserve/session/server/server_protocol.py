@@ -73,7 +73,7 @@ _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 
 
 class ServerProtocol:
-    """All sessions of one server.
+    """The sessions of all clients of one server.
 
     The caller must carry out the decisions that a method returns, in order.
 
