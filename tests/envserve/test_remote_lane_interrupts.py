@@ -105,7 +105,9 @@ class MemoryConnection:
             for session, pool in list(self.server.pools.items()):
                 outcomes = [pool.finish(b) for b in {*pool.running} - self.slow]
                 absent = self.slow & pool.running.keys()
-                decisions = self.server.session.pool_finished(session, outcomes, absent)
+                decisions = self.server.protocol.pool_finished(
+                    session, outcomes, absent
+                )
                 self.server.carry_out(decisions, now)
             self._take()
         return self._replies.popleft() if self._replies else None  # type: ignore[return-value]
@@ -134,7 +136,7 @@ class MemoryConnection:
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     MemoryConnection.made = []
     monkeypatch.setattr(remote_lane, "Connection", MemoryConnection)
-    monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
+    monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
 
 
 class Run:
