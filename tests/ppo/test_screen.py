@@ -1,11 +1,13 @@
 """The progress display at any width, with and without a terminal."""
 
 import contextlib
+import gc
 import io
 import math
 import os
 import re
 import signal
+import sys
 import threading
 from unittest import mock
 
@@ -15,6 +17,7 @@ from rich.console import Console
 from ppo.cli.options import (
     Terminated,
     deferred_stderr,
+    fast_imports,
     preserved_interrupts,
     sigterm_raises,
     start_tensorflow,
@@ -215,6 +218,17 @@ def test_deferred_stderr_is_written_only_after_an_error(
         raise ValueError("it fails")
     os.write(2, b"after that")
     assert capfd.readouterr().err == "why it fails; after that"
+
+
+def test_fast_imports_neither_collect_garbage_nor_load_matplotlib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"), fast_imports():  # noqa: PT012
+        assert not gc.isenabled()
+        import matplotlib  # noqa: F401
+    assert gc.isenabled()
+    assert "matplotlib" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["pong", "cartpole"])
