@@ -5,7 +5,6 @@ The input is checked before TensorFlow is loaded, because loading it takes secon
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import re
@@ -41,6 +40,7 @@ from envserve.errors import (
     VideoError,
     WrapperError,
 )
+from envserve.python_process import uncollected_imports
 from envserve.text import install_command, one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
@@ -246,24 +246,20 @@ def deferred_stderr() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def fast_imports() -> Iterator[None]:
-    """Import the modules of the block without garbage collection and Matplotlib.
+def without_matplotlib() -> Iterator[None]:
+    """Hide Matplotlib from imports in the block, unless it has been imported before.
 
-    This shortens the import of TensorFlow by a third. Keras imports Matplotlib if it is
-    installed, but only its functions that show images use it.
+    Keras imports Matplotlib if it is installed, which takes most of a second, but only
+    its functions that show images use it.
     """
-    is_enabled, is_hidden = gc.isenabled(), "matplotlib" not in sys.modules
-    gc.disable()
-    if is_hidden:
-        sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    if "matplotlib" in sys.modules:
+        yield
+        return
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        if is_hidden:
-            del sys.modules["matplotlib"]
-        if is_enabled:
-            gc.freeze()  # modules are never garbage
-            gc.enable()
+        del sys.modules["matplotlib"]
 
 
 def start_tensorflow(
@@ -287,7 +283,12 @@ def start_tensorflow(
     uses_onednn = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:
-        with preserved_interrupts(), deferred_stderr(), fast_imports():
+        with (
+            preserved_interrupts(),
+            deferred_stderr(),
+            without_matplotlib(),
+            uncollected_imports(),
+        ):
             import tensorflow as tf
 
             # TensorFlow reads TF_XLA_FLAGS when it looks for devices.

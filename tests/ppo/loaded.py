@@ -9,11 +9,12 @@ import os
 import runpy
 import sys
 
-from ppo.cli.options import fast_imports
+from envserve.python_process import uncollected_imports
+from ppo.cli.options import without_matplotlib
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-with fast_imports():
+with without_matplotlib(), uncollected_imports():
     import ppo.train  # noqa: F401
 
 if __name__ == "__main__":
