@@ -125,7 +125,7 @@ def local_or_tcp(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def shared_server(
+def shared_servers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], str]]:
     """Return a function that returns the address of a server for a kind of lane.
@@ -138,10 +138,10 @@ def shared_server(
 
 
 @pytest.fixture(scope="module")
-def shared_address(lane_kind: str, shared_server: Callable[[str], str]) -> str:
+def shared_address(lane_kind: str, shared_servers: Callable[[str], str]) -> str:
     """The address of a shared server, or "" for local lanes."""
     # This fixture starts the server before the check for processes left by a test.
-    return "" if lane_kind == "local" else shared_server(lane_kind)
+    return "" if lane_kind == "local" else shared_servers(lane_kind)
 
 
 @contextlib.contextmanager
