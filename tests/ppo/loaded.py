@@ -10,11 +10,10 @@ import runpy
 import sys
 
 from envserve.python_process import uncollected_imports
-from ppo.cli.options import without_matplotlib
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
-with without_matplotlib(), uncollected_imports():
+with uncollected_imports():
     import ppo.train  # noqa: F401
 
 if __name__ == "__main__":
