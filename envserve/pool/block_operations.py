@@ -74,11 +74,11 @@ class Task(NamedTuple):
 
     Attributes:
       payload: Payload of the message.
-      resets_block: Whether the task resets all rows of the block.
+      reset_rows: Rows of the pool that a reset resets.
     """
 
     payload: bytes = b""
-    resets_block: bool = False
+    reset_rows: Sequence[int] = ()
 
 
 _NO_TASK: Final = Task()
@@ -352,8 +352,10 @@ class BlockOperations:
             worker.has_stepped |= len(slot.resetting) < len(block.rows)
             if slot.failing_rows or slot.resetting or outcome.faults:
                 self._replace_if_failing(slot, outcome.faults, now)
-        elif slot.task.resets_block:
-            self.losses.pop(block.index, None)
+        else:
+            slot.resetting.difference_update(slot.task.reset_rows)
+            if len(slot.task.reset_rows) == len(block.rows):
+                self.losses.pop(block.index, None)
         has_arguments = not is_step and slot.task.payload
         faults = outcome.faults
         for fault in faults:
@@ -563,4 +565,4 @@ def reset_task(block: Block, reset: Reset) -> Task:
     if reset.env_indices is not None or seeds is not None or options:
         fields = {"rows": reset.env_indices, "seeds": seeds, "options": options}
         payload = codec.encode(fields)
-    return Task(payload, resets_block=len(rows) == len(block.rows))
+    return Task(payload, rows)

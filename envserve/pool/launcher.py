@@ -32,7 +32,12 @@ from envserve.pool.worker_states import Exit
 from envserve.python_process import python_command, search_path
 from envserve.settings import HostSettings
 from envserve.spaces import codec
-from envserve.worker.channel import Channel, MessageKind, pack_message
+from envserve.worker.channel import (
+    Channel,
+    MessageKind,
+    pack_message,
+    raise_if_from_handler,
+)
 from envserve.worker.template import kill_group
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -249,6 +254,7 @@ class Launcher:
                     **self._popen_options,
                 )
             except OSError as error:
+                raise_if_from_handler(error)
                 self._channel.close()
                 self._template_error = f"cannot run: {error}"
                 raise WorkerError(f"{command[0]} {self._template_error}") from None
@@ -446,9 +452,11 @@ class Launcher:
           is_exiting: Whether the template is already exiting, so that it is killed only
             if that takes too long.
         """
-        with contextlib.suppress(OSError):
+        try:
             # This ends the connection even if a forked child has inherited the socket.
             self._channel.socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:  # the template has closed its end
+            raise_if_from_handler(error)
         self._channel.close()
         if not is_exiting:
             self._process.kill()
@@ -498,6 +506,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     try:
         return socket.socketpair()
     except OSError as error:
+        raise_if_from_handler(error)
         raise WorkerError(f"cannot create a socket for a worker: {error}") from None
 
 

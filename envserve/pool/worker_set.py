@@ -23,6 +23,7 @@ from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
+from envserve.worker.channel import raise_if_from_handler
 from envserve.worker.frame_board import FrameBoard, board_nbytes
 from envserve.wrappers.specs import wrappers_to_plain
 
@@ -132,6 +133,7 @@ class WorkerSet:
             with self._launcher.reserve:
                 self.slab = Slab.create(first, num_envs, len(self.all), num_bytes)
         except OSError as error:
+            raise_if_from_handler(error)
             self.error = WorkerError(
                 f"cannot allocate shared memory for the rows: {error}"
             )

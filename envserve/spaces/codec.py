@@ -89,6 +89,17 @@ _HEADERS: Final = {
 _MAPS: Final = frozenset([*range(0x80, 0x90), 0xDE, 0xDF])
 _EXTENSIONS: Final = frozenset(kind for kind, form in _HEADERS.items() if form[1] > 0)
 
+#: Exceptions of NumPy and Python about values of a wrong type or form. Other exceptions
+#: may come from signal handlers, so callers must not treat them as invalid values.
+CONVERSION_ERRORS: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 _Buffer = bytes | bytearray | memoryview
 
 
@@ -128,6 +139,7 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
 
     Raises:
       CodecError: The value is not plain, or `decode` would reject it.
+      Exception: A user-defined container or array raised any other exception.
     """
     try:
         packed: bytes = _pack_exactly(value) if keep_types else _pack(value)
@@ -136,7 +148,7 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
     except UnicodeEncodeError as error:
         text = f"expected a valid Unicode text; got {error.object!a:.200}"
         raise CodecError(text) from None
-    except Exception as error:  # a user-defined container or array may raise any error
+    except CONVERSION_ERRORS as error:
         raise CodecError(f"cannot encode the value: {error}") from error
     check(packed)
     return packed

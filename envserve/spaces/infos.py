@@ -127,7 +127,7 @@ class _EncodedInfo:
                 for _ in range(depth):
                     nested = [nested]
                 encoded = codec.encode(nested, keep_types=True)
-            except codec.CodecError:
+            except Exception:  # the key or value may be a user-defined object
                 self._add_omitted(key)
                 continue
             pair, count = encoded[depth + 1 :], codec.check(encoded, _UNLIMITED)
@@ -183,8 +183,8 @@ def encode_infos(
         return _EMPTY_MAP
     try:
         encoded = codec.encode(infos, keep_types=True)
-    except codec.CodecError:
-        pass
+    except Exception:
+        pass  # encode the pairs one by one
     else:
         if row_budget.fits(encoded):
             return encoded

@@ -30,14 +30,6 @@ _MAX_VALUES: Final = 1 << 13
 #: Maximum number of values in all rows of a step. Decoding this many values takes one
 #: to two seconds.
 _MAX_BATCH_VALUES: Final = 1 << 18
-#: Exceptions that NumPy and Python raise if a decoded value does not match its space.
-_CONVERSION_ERRORS: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    TypeError,
-    ValueError,
-)
 
 
 def encode_row(leaf: Leaf, value: Any, *, is_strict: bool = False) -> Array:
@@ -93,7 +85,7 @@ def _decode_and_count(leaf: Leaf, row: Array) -> tuple[Any, int]:
             ), count
     except CodecError:
         raise
-    except _CONVERSION_ERRORS as error:
+    except codec.CONVERSION_ERRORS as error:
         text = f"{type(error).__name__}: {error}"
         raise CodecError(f"expected a value of {leaf.space!s:.200}; {text}") from None
 

@@ -169,7 +169,7 @@ def _is_plain(key: Any, value: Any) -> bool:
     """Return whether an item of an env's metadata can be sent."""
     try:
         codec.encode([{key: value}], keep_types=True)
-    except codec.CodecError:
+    except Exception:  # the value may be a user-defined object
         return False
     return True
 

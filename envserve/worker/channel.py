@@ -179,6 +179,16 @@ class MessageDecoder:
         return messages
 
 
+def raise_if_from_handler(error: OSError) -> None:
+    """Raise an error that a signal handler has raised, such as TimeoutError.
+
+    The system call may have succeeded, so it must not be repeated. Errors of system
+    calls have an error number.
+    """
+    if error.errno is None:
+        raise error
+
+
 _PassedFd = int | socket.socket | None
 
 
@@ -229,8 +239,9 @@ class Channel:
         if not self.unsent and passed_fd is None:
             try:
                 sent = self.socket.send(data)
-            except OSError:  # the socket is full or closed; `flush` handles both
-                sent = 0
+            except OSError as error:
+                raise_if_from_handler(error)
+                sent = 0  # the socket is full or closed; `flush` handles both
             if sent == len(data):
                 return
             data = data[sent:]
@@ -245,6 +256,7 @@ class Channel:
             try:
                 sent = socket.send_fds(self.socket, [data], [] if fd is None else [fd])
             except OSError as error:
+                raise_if_from_handler(error)
                 if error.errno not in _BUSY_ERRNOS:
                     # The peer has exited. Messages that it sent earlier can still be
                     # read.
@@ -273,7 +285,8 @@ class Channel:
             data = self.socket.recv(_MAX_READ_BYTES)
         except BlockingIOError:
             return []
-        except OSError:
+        except OSError as error:
+            raise_if_from_handler(error)
             data = b""
         if data:
             return self._decoder.feed(data)

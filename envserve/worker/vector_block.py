@@ -80,7 +80,8 @@ class VectorBlock:
         self._all_mask = np.ones(len(rows), np.bool_)
         self._incarnation = config.incarnations[rows.start]
         self._beat = 0
-        self._needs_reset = False
+        #: Rows whose next step only resets them, because autoreset is "next_step".
+        self._deferred: Array | None = None
 
     @property
     def _seeds(self) -> list[int | None]:
@@ -158,7 +159,7 @@ class VectorBlock:
 
     def _step(self) -> dict[int, _Infos]:
         rows, spec = self._block, self._spec
-        if self._needs_reset:  # autoreset "next_step": this step only resets the env
+        if self._deferred is not None and self._deferred.all():
             infos = self._reset(None, self._all_mask)
             for array in (rows.reward, rows.terminated, rows.truncated):
                 array[...] = 0
@@ -179,6 +180,8 @@ class VectorBlock:
                     f"{array.dtype}{[*array.shape]}; fix the env"
                 )
             self._write_array(name, target, array)
+        if self._deferred is not None:
+            return self._begin_deferred(copy_info(infos))
         ended = rows.terminated | rows.truncated
         begun = _NO_INFOS
         if ended.any():
@@ -199,6 +202,32 @@ class VectorBlock:
             else:
                 self._record_resets(ended)
         return self._infos_by_row(infos, ended, begun) if infos or begun else {}
+
+    def _begin_deferred(self, infos: _Infos) -> dict[int, _Infos]:
+        """Reset the deferred rows after a step, and return the infos by row.
+
+        The step has also stepped these rows, because it always steps the whole vector
+        env. The result of their reset replaces the result of the step.
+        """
+        rows, deferred = self._block, self._deferred
+        assert deferred is not None, "the caller has checked this"
+        seeds = None
+        if self._config.seeded:
+            pairs = zip(deferred, self._seeds, strict=True)
+            seeds = [seed if is_deferred else None for is_deferred, seed in pairs]
+        reset_infos = self._reset(seeds, deferred)
+        for array in (rows.reward, rows.terminated, rows.truncated):
+            array[deferred] = 0
+        ended = rows.terminated | rows.truncated
+        self._record_resets(ended)
+        by_row = self._infos_by_row(infos, ended, _NO_INFOS)
+        first = self._infos_by_row(reset_infos, np.zeros_like(ended), _NO_INFOS)
+        for position in deferred.nonzero()[0].tolist():
+            row = self.rows[position]
+            by_row.pop(row, None)
+            if row in first:
+                by_row[row] = first[row]
+        return by_row
 
     def _infos_by_row(
         self, infos: _Infos, ended: Array, begun: _Infos
@@ -229,7 +258,7 @@ class VectorBlock:
         request = codec.decode(payload) if payload else {}
         numbers = request.get("rows")
         if numbers == []:
-            self._needs_reset = True
+            self._deferred = self._all_mask
             return self._encode_report()
         numbers = numbers or [*self.rows]
         row_seeds, options = request.get("seeds"), request.get("options", b"")
@@ -258,21 +287,21 @@ class VectorBlock:
         Args:
           seeds: A seed or None for each row of the block; None for no seeds.
           mask: Rows to reset, bool `[num_rows]`. A new vector env is always reset as a
-            whole.
+            whole, but only the observations of these rows are written.
           options: See `lane.Reset`.
         """
-        if self._is_fresh:
-            if self._config.seeded:
-                triples = zip(mask, seeds or self._seeds, self._seeds, strict=True)
-                seeds = [new if is_reset else own for is_reset, new, own in triples]
-            mask = self._all_mask
-        is_full = bool(mask.all())
+        is_full, written = bool(mask.all()), mask
         if not is_full and not self._accepts_reset_mask:
             raise EnvStartError(
                 f"expected a reset of all {len(mask)} rows of a block, because their "
                 f"vector env does not support reset_mask; got a reset of {mask.sum()}"
             )
-        self._is_fresh = self._needs_reset = False
+        if self._is_fresh:
+            if self._config.seeded:
+                triples = zip(mask, seeds or self._seeds, self._seeds, strict=True)
+                seeds = [new if is_reset else own for is_reset, new, own in triples]
+            is_full, mask = True, self._all_mask
+        self._is_fresh = False
         self._write_heartbeat(1)
         self._record_resets(mask, seeds, options)
         seed: Any = seeds
@@ -285,7 +314,10 @@ class VectorBlock:
         result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))
         observation, infos = split_reset_result(result)
-        self._write_observation(self._block.observation, observation, mask)
+        self._write_observation(self._block.observation, observation, written)
+        if self._deferred is not None:
+            remaining = self._deferred & ~written
+            self._deferred = remaining if remaining.any() else None
         self._heartbeat[1] = 0
         return infos
 
@@ -323,8 +355,9 @@ class VectorBlock:
         self._incarnation += 1
         spec, number = self._spec, self._config.first_env_index + self.rows.start
         check_rebuilt(number, spec, self._make_env(), self._config)
-        self._needs_reset = in_step and self._config.autoreset == "next_step"
-        if not self._needs_reset:
+        is_deferred = in_step and self._config.autoreset == "next_step"
+        self._deferred = self._all_mask if is_deferred else None
+        if not is_deferred:
             self._reset(None, self._all_mask)
         elif isinstance(error, SpaceViolation):  # the rows may contain NaN
             for _, last in self._final_and_last:

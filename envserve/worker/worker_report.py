@@ -24,7 +24,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.info_columns import RowInfos, read_columns, split_infos
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
-from envserve.text import one_line
+from envserve.text import exception_line, one_line
 from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
@@ -32,6 +32,9 @@ _MAX_SPACES_BYTES: Final = 16 << 20
 #: traceback are omitted.
 _CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registration$")
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
+#: Maximum length of an exception's message in a traceback, so that the lines of the
+#: frames before the message are kept.
+_MAX_MESSAGE_CHARS: Final = 4 << 10
 #: Maximum total size of the tracebacks in a report. If it is exceeded, the longest ones
 #: are cut, but not to less than the minimum size.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
@@ -213,12 +216,27 @@ def traceback_of(error: BaseException) -> str:
     while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
         inner = inner.tb_next
     inner = inner or error.__traceback__
-    return "".join(traceback.format_exception(type(error), error, inner))
+    limit, parts = _MAX_MESSAGE_CHARS, []
+    for part in traceback.format_exception(type(error), error, inner):
+        is_long = len(part) > limit
+        end = f"... ({len(part) - limit} more characters)\n" if is_long else ""
+        parts.append(part[:limit] + end)
+    return "".join(parts)
 
 
 def utf8_tail(text: str) -> str:
     """Return the end of the text; escape characters that UTF-8 cannot encode."""
     return text[-_MAX_TRACEBACK_CHARS:].encode(errors="backslashreplace").decode()
+
+
+def _clip(text: str, num_bytes: int) -> str:
+    """Return the end of a traceback, or its exception if the exception is longer."""
+    data = text.encode()
+    if len(data) <= num_bytes:
+        return text
+    start = data.rfind(exception_line(text).encode())
+    start = max(0, min(start, len(data) - num_bytes))
+    return data[start : start + num_bytes].decode(errors="ignore")
 
 
 def encode_report(
@@ -236,7 +254,7 @@ def encode_report(
     shortest = sorted(range(len(clipped)), key=lambda index: len(clipped[index].text))
     for number, index in enumerate(shortest):
         length = max(_MIN_TRACEBACK_BYTES, bytes_left // (len(clipped) - number))
-        text = clipped[index].text.encode()[-length:].decode(errors="ignore")
+        text = _clip(clipped[index].text, length)
         clipped[index] = clipped[index]._replace(text=text)
         bytes_left -= len(text.encode())
     row_budget, budget = info_budgets(num_rows, max_infos_kib)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from envserve.errors import WorkerError
 from envserve.worker.channel import (
+    Channel,
     ChannelMessage,
     MessageDecoder,
     MessageKind,
@@ -54,3 +58,39 @@ def test_message_that_is_too_long_is_rejected_by_its_header() -> None:
     header[-4:] = (2**32 - 1).to_bytes(4, "little")
     with pytest.raises(WorkerError, match="4294967295 bytes"):
         list(MessageDecoder().feed(bytes(header)))
+
+
+class Interrupted(socket.socket):
+    """A socket whose system calls succeed, before a signal handler raises."""
+
+    def send(self, *arguments: Any) -> int:
+        super().send(*arguments)
+        raise TimeoutError
+
+    def sendmsg(self, *arguments: Any) -> int:
+        super().sendmsg(*arguments)
+        raise TimeoutError
+
+    def recv(self, *arguments: Any) -> bytes:
+        super().recv(*arguments)
+        raise TimeoutError
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_the_error_of_a_signal_handler_is_not_taken_for_one_of_the_socket(
+    is_queued: bool,
+) -> None:
+    ours, theirs = socket.socketpair()
+    message = pack_message(MessageKind.STEP, 1, 2)
+    with theirs, Interrupted(fileno=ours.detach()) as interrupted:
+        channel = Channel(interrupted)
+        if is_queued:
+            channel.unsent.append((message, None))
+        with pytest.raises(TimeoutError):
+            channel.flush() if is_queued else channel.send(message)
+        assert theirs.recv(100) == message  # sent once
+        theirs.send(message)
+        channel.unsent.clear()
+        with pytest.raises(TimeoutError):
+            channel.read()
+        assert not channel.is_at_eof

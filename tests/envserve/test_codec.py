@@ -243,6 +243,11 @@ def test_an_array_that_cannot_be_converted_raises_codec_error() -> None:
         encode(Array(RuntimeError("out of reach")), keep_types=True)
 
 
+def test_the_exception_of_a_signal_handler_is_not_converted() -> None:
+    with pytest.raises(TimeoutError):
+        encode(Array(TimeoutError()), keep_types=True)
+
+
 def nested(depth: int) -> Any:
     value: Any = 1
     for level in range(depth):

@@ -9,9 +9,14 @@ import pytest
 
 from envserve import errors
 from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
-from envserve.lane import Fault
+from envserve.lane import Block, Fault
 from envserve.slab import Status
 from envserve.spaces.codec import CodecError
+from envserve.worker.worker_report import (
+    decode_report,
+    encode_report,
+    fault_from_error,
+)
 
 
 def test_every_error_is_public_and_derives_from_envserve_error() -> None:
@@ -98,6 +103,17 @@ def test_the_cause_of_a_traceback_names_the_exception(
         assert Fault(0, Status.ENV_ERROR, part).cause == cause
         error = EnvError("Env 0", remote_traceback=part)
         assert isinstance(error, type(raised)) != isinstance(raised, ExceptionGroup)
+
+
+@pytest.mark.parametrize("num_rows", [1, 100])
+def test_a_long_message_hides_neither_the_frames_nor_the_cause(num_rows: int) -> None:
+    with pytest.raises(ValueError, match="x") as caught:
+        raise ValueError("x" * 100_000)
+    faults = [fault_from_error(row, caught.value) for row in range(num_rows)]
+    assert "test_errors.py" in faults[0].detail
+    report = encode_report(num_rows, 64, faults)
+    outcome, _ = decode_report(report, Block(0, 0, num_rows, 0, 0), 64)
+    assert all(fault.cause.startswith("ValueError: x") for fault in outcome.faults)
 
 
 @pytest.mark.parametrize("kind", [EnvError, EnvStartError, CallError])

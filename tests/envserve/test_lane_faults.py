@@ -260,13 +260,16 @@ def test_an_env_that_fails_in_every_step_raises_its_error(
     assert neighbour.step(actions_of(neighbour)).valid.all()
 
 
+@pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
+@pytest.mark.parametrize("rows", [None, [0]])
 def test_a_worker_is_kept_if_its_env_completes_steps_between_failures(
-    make_batch: MakeBatch,
+    make_batch: MakeBatch, rows: list[int] | None, autoreset: str
 ) -> None:
-    batch = make_batch.and_reset(FAULTY, 2, 1, padding_after=60.0)
+    options = {"autoreset": autoreset, "padding_after": 60.0}
+    batch = make_batch.and_reset(FAULTY, 2, 1, **options)
     for _ in range(10):
         assert batch.step(actions_of(batch, failing=0)).valid.tolist() == [False, True]
-        batch.reset()
+        batch.reset(rows)
         assert batch.step(actions_of(batch)).valid.all()
 
 

@@ -140,6 +140,26 @@ def test_a_fault_ends_the_episodes_of_all_rows_of_its_block(
     assert batch.step([0] * 4).valid.all()
 
 
+@pytest.mark.parametrize("fault", ["raise", "exit"])
+def test_rows_that_are_not_reset_after_a_fault_begin_in_the_next_step(
+    make_batch: MakeBatch, fault: str
+) -> None:
+    options = {"env_kwargs": {"fault": fault, "kind": "masked"}, "infos": "all"}
+    batch = faulty(make_batch, fault, seed=3, **options)
+    last = batch.step([1] * 4).observation["x"]
+    batch.step([3, 0, 0, 0])
+    first = batch.reset([0])["x"][0]
+    np.testing.assert_equal(batch.last_observation()["x"][:2], [first, last[1]])
+    result = batch.step([1] * 4)
+    assert result.valid.all()
+    assert result.reward.tolist() == [1, 0, 1, 1]
+    assert result.observation["t"].tolist() == [1, 0, 3, 3]
+    assert result.infos[1] == {"start": result.observation["x"][1, 0]}
+    result = batch.step([1] * 4)
+    assert result.observation["t"].tolist() == [2, 1, 4, 4]
+    assert "luck" in result.infos[1]
+
+
 def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     make_pool: PoolMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

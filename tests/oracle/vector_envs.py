@@ -72,8 +72,12 @@ class WalkEnv(gymnasium.Env[Any, np.int64]):
 class WalksEnv(SyncVectorEnv):
     """Several walks; action 3 in row 0 triggers `fault`, if one is specified."""
 
-    def __init__(self, num_envs: int, mode: str, fault: str = "") -> None:
+    def __init__(
+        self, num_envs: int, mode: str, fault: str = "", kind: str = ""
+    ) -> None:
         super().__init__([WalkEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
+        if kind == "masked":
+            self.metadata = {**self.metadata, "reset_mask": True}
         self.level = 1
         self._fault = fault
         if fault == "uneven":  # the blocks have different shapes
