@@ -137,8 +137,8 @@ class Learners:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all learners, in the order of their indices.
 
-        The values are sent as JSON. NumPy numbers become floats; other objects that JSON
-        does not support become strings.
+        The values are sent as JSON. NumPy numbers become floats, and other objects that
+        JSON does not support become strings.
         """
         if self.num == 1:
             return [value]
