@@ -16,7 +16,6 @@ from benchmarks.cases.start import start
 from benchmarks.cases.step import step
 from benchmarks.cases.straggler import straggler
 from benchmarks.harness import BenchmarkError
-from benchmarks.lab.processes import own_keys
 from benchmarks.learning.goal import goal
 from benchmarks.learning.overlap import overlap
 from benchmarks.learning.profile import profile
@@ -25,6 +24,7 @@ from benchmarks.learning.simulate import simulate
 from benchmarks.learning.stalls import stalls
 from benchmarks.learning.train import train
 from benchmarks.suite import make_suite
+from benchmarks.support.processes import own_keys
 from envserve.errors import EnvserveError
 
 Command = Callable[..., None]

@@ -22,10 +22,10 @@ from benchmarks.cases.ours import (
     WITHOUT_KEYS,
 )
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
-from benchmarks.lab.tables import as_markdown
 from benchmarks.learning.sac import SAC, SB3_SAC
 from benchmarks.learning.simulate import SIMULATE, STEP
 from benchmarks.learning.stalls import case_name
+from benchmarks.support.tables import as_markdown
 from envserve.bench.interleaved import MICROSECONDS, SPEED, Measurements
 
 Result = Mapping[str, Any]

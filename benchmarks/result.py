@@ -16,8 +16,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.lab.machine import machine_facts
-from benchmarks.lab.tables import TABLE_WIDTH, as_markdown, as_table
+from benchmarks.support.machine import machine_facts
+from benchmarks.support.tables import TABLE_WIDTH, as_markdown, as_table
 from envserve.bench.interleaved import Measurements, Metric
 
 Column = Callable[[Measurements, str], str]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks.goals import goals_table
 from benchmarks.harness import BenchmarkError
-from benchmarks.lab.machine import describe_machine
+from benchmarks.support.machine import describe_machine
 from envserve.errors import EnvserveError
 
 _CARTPOLE: Final = ("--env", "CartPole-v1", "--num-envs")

@@ -1,4 +1,4 @@
-"""Build command lines that run Python in a child process; find this package's commit.
+"""Start Python processes quickly and safely; find this package's commit.
 
 With `-c` or `-m`, Python searches the working directory for modules first, so the child
 would run a file there that has the name of a module. `-P` prevents this; processes that
@@ -8,9 +8,10 @@ envs start do not inherit this option.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,23 @@ def search_path() -> list[str]:
         if working_dir and not writable_by_others(working_dir):
             path.append(working_dir)
     return [os.path.normpath(os.path.join(working_dir, entry)) for entry in path]
+
+
+@contextlib.contextmanager
+def uncollected_imports() -> Iterator[None]:
+    """Import the modules of the block without garbage collection.
+
+    All objects that exist at the end of the block are excluded from later collections:
+    most of them are needed until the process exits, and a collection would visit them.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.freeze()
+            gc.enable()
 
 
 def build_commit() -> str:

@@ -76,9 +76,9 @@ class Simulation:
             have arrived. An exception ends the rollout.
         snapshot: Returns tensors that the policy receives as its first argument in all
             steps of a rollout; called once per rollout.
-        in_numpy: Returns the policy with a given snapshot as a function of NumPy
-            arrays with at most a given number of rows, or None if the policy exists
-            only in TensorFlow; called once per rollout. See `Agent.in_numpy`.
+        in_numpy: Called once per rollout with a snapshot and a maximum number of rows;
+            returns the policy as a function of NumPy arrays, or None if the policy
+            exists only in TensorFlow. See `Agent.in_numpy`.
         log_prob: Maps all actions `[N, ...]` and the second output of the policy to
             log-probabilities `[N]`; called once per rollout. By default the second
             output is returned unchanged.

@@ -27,7 +27,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts import cluster as compose  # noqa: E402
+from scripts import run_compose as compose  # noqa: E402
 
 #: Maps the required Debian packages to their programs.
 PACKAGES = {"buildah": "buildah", "debootstrap": "debootstrap", "iproute2": "ip"}

@@ -5,7 +5,7 @@
 
 A client steps 8 CartPole envs: without a flood, while another server is flooded, and
 while its own server is flooded. The goals are the ratio of the last two speeds, and the
-longest step. The flood `strangers` consists of 500 handshakes a second with unknown
+longest step. The flood `unknown-keys` consists of 500 handshakes a second with unknown
 keys. The server's file of authorised clients has 5,000 lines. Exits with 1 if a goal is
 missed.
 """
@@ -31,7 +31,7 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab.siege import Cores, Goals
+from benchmarks.support.attacks import Cores, Goals
 from envserve.client import BatchEnv
 from envserve.keys import private_files
 from envserve.keys.grant import Grant, format_line
@@ -55,7 +55,7 @@ _OPTIONS = ("--drain-grace", "0", "--max-processes", "16", "--metrics-port", "0"
 #: Number of lines in the file `clients` of the server's key folder.
 _NUM_CLIENTS = 5_000
 #: Handshakes with unknown keys per second, and number of their sockets that stay open.
-_STRANGERS_PER_SECOND = 500
+_HANDSHAKES_PER_SECOND = 500
 _NUM_OPEN = 100
 _ATTACH_LOOPS = {"attach": ("CartPole-v1", 1), "attach-cheetah": ("HalfCheetah-v5", 8)}
 #: Maps kinds of floods to the type and the body of their messages.
@@ -83,7 +83,7 @@ _BODIES: dict[str, tuple[MessageType, bytes]] = {
         ).encode(),
     ),
 }
-_KINDS = (*_BODIES, "record", "bytes", *_ATTACH_LOOPS, "strangers")
+_KINDS = (*_BODIES, "record", "bytes", *_ATTACH_LOOPS, "unknown-keys")
 
 
 class _Peer:
@@ -166,9 +166,9 @@ def _flood(
 ) -> None:
     """Flood a server until this process is killed."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    if kind == "strangers":
+    if kind == "unknown-keys":
         started.set()
-        _connect_strangers(context, address)
+        _connect_with_unknown_keys(context, address)
     pair = KeyPair.from_secret(secret)
     peers = [_Peer(context, address, pair) for _ in range(num_connections)]
     if kind == "record":
@@ -184,7 +184,9 @@ def _flood(
             peer.request(MessageType.DETACH)
 
 
-def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+def _connect_with_unknown_keys(
+    context: zmq.Context[zmq.Socket[bytes]], address: str
+) -> None:
     """Connect with an unknown key at a constant rate until this process is killed."""
     server, unknown = KeyFolder().key("server"), KeyPair.generate()
     assert server is not None
@@ -198,7 +200,7 @@ def _connect_strangers(context: zmq.Context[zmq.Socket[bytes]], address: str) ->
         socket.connect(address)
         if len(sockets) > _NUM_OPEN:
             sockets.popleft().close(linger=0)
-        next_at += 1.0 / _STRANGERS_PER_SECOND
+        next_at += 1.0 / _HANDSHAKES_PER_SECOND
         time.sleep(max(0.0, next_at - time.monotonic()))
 
 
@@ -266,9 +268,9 @@ def _compare(
         f"{1e3 * max(longest for _, longest in runs[other]):.0f} ms), "
         f"{flooded_rate:.0f} during a flood of its server"
     )
-    if kind == "strangers":
+    if kind == "unknown-keys":
         lag = 1e3 * _metric(servers[0], "loop_lag_seconds")
-        goals.at_most("strangers: delay of the event loop (ms)", lag, _MAX_STEP_MS)
+        goals.at_most("unknown-keys: delay of the event loop (ms)", lag, _MAX_STEP_MS)
         count = _metric(servers[0], "refused_keys_total") - rejected_before
         print(f"rejected {count:.0f} handshakes in {args.rounds * args.seconds:.1f} s")
     name = f"{kind}, {num_connections} connections: "
@@ -296,10 +298,10 @@ def main() -> int:
         folder.ensure_key("client")
         folder.ensure_key("server")
         floods = list(itertools.product(args.kinds, args.connections))
-        # The flood of strangers does not depend on the number of connections.
+        # The flood `unknown-keys` does not depend on the number of connections.
         for connections in args.connections[1:]:
-            if "strangers" in args.kinds:
-                floods.remove(("strangers", connections))
+            if "unknown-keys" in args.kinds:
+                floods.remove(("unknown-keys", connections))
         # Each flood has its own key, because a blocked user stays blocked for a minute.
         pairs = [KeyPair.generate() for _ in range(2 * args.rounds * len(floods))]
         publics = [pair.public for pair in pairs]

@@ -26,11 +26,12 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab.processes import own_keys
-from benchmarks.lab.siege import Goals
+from benchmarks.support.attacks import Goals
+from benchmarks.support.processes import own_keys
 from envserve.wire.bodies import Attach, CallBody, Pong, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from tests.envserve.server_process import LEDGER, ServerProcess, use_user_keys

@@ -34,10 +34,10 @@ SELF = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.cases import envs  # noqa: E402
-from benchmarks.lab.machine import describe_machine, machine_facts  # noqa: E402
-from benchmarks.lab.processes import own_keys  # noqa: E402
 from benchmarks.scaling.document import write_document  # noqa: E402
 from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
+from benchmarks.support.machine import describe_machine, machine_facts  # noqa: E402
+from benchmarks.support.processes import own_keys  # noqa: E402
 from envserve.client import BatchEnv  # noqa: E402
 from envserve.python_process import main_command, python_command  # noqa: E402
 from tests.chaos.network_faults import NetworkFaults  # noqa: E402

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import random
 import sys
@@ -17,6 +16,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from envserve.python_process import uncollected_imports
 from tests.left_behind import MARK_NAME, MARK_VALUE
 from tests.left_behind import nothing_left_behind as nothing_left_behind
 
@@ -80,12 +80,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Exclude what is imported from garbage collection, which it would make slow."""
-    gc.disable()
-    try:
+    with uncollected_imports():
         return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -82,7 +82,7 @@ def scale(
 @contextlib.contextmanager
 def memory_of(load: Workload) -> Iterator[Measure]:
     """Step a batch, then measure the memory of this process and its descendants."""
-    processes = import_peer("benchmarks.lab.processes")
+    processes = import_peer("benchmarks.support.processes")
     with batch_env(load) as batch:
         make_measure(batch.step, load.actions(), load)()
 

@@ -11,7 +11,12 @@ from benchmarks.command import Repetitions, Run, Seconds, sub_command
 from benchmarks.harness import Case
 from benchmarks.learning.rollouts import RolloutLoad, rollouts
 from benchmarks.result import median, ratio, spread
-from benchmarks.scaling.stand_ins import NAME, NO_STALLS, Stalls, stand_ins
+from benchmarks.scaling.simulated_servers import (
+    NAME,
+    NO_STALLS,
+    Stalls,
+    simulated_servers,
+)
 from envserve.bench.interleaved import MICROSECONDS, SPEED, Measure
 from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
@@ -90,7 +95,7 @@ def _collecting(
     act_on: float,
 ) -> Iterator[Measure]:
     with (
-        stand_ins(servers, env_seconds, stalls=stalls) as addresses,
+        simulated_servers(servers, env_seconds, stalls=stalls) as addresses,
         BatchEnv.connect(
             work.load.env_name, addresses, work.load.num_envs, insecure=True
         ) as batch,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scaling.measure import Point
 from benchmarks.scaling.model import CORES, Clock, Model, errors, fit, plan, slowdown
+from benchmarks.support.tables import as_markdown, replace_marked
 
 #: Rows and columns of the planning table: durations of an env step in microseconds, and
 #: sizes of an observation in bytes.

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from benchmarks.cases import envs
-from benchmarks.scaling.stand_ins import NAME, stand_ins
+from benchmarks.scaling.simulated_servers import NAME, simulated_servers
 from envserve.bench.cases import BINDS, batch_env
 from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
@@ -34,7 +34,7 @@ class Point(NamedTuple):
       splits: Number of splits of the batch, which are stepped alternately.
       env_us: Microseconds that the envs of a server take to step.
       delay_ms: Round-trip delay of the network in milliseconds.
-      servers_are: "stand-in" for simulated servers, "real" for `envserve start`.
+      servers_are: "simulated" for simulated servers, "real" for `envserve start`.
       thread: CPU time of the thread that steps the batch, in microseconds.
       process: CPU time of the trainer's process, including ZeroMQ, in microseconds.
       wall: Elapsed time in microseconds.
@@ -48,7 +48,7 @@ class Point(NamedTuple):
     splits: int = 1
     env_us: float = 0.0
     delay_ms: float = 0.0
-    servers_are: str = "stand-in"
+    servers_are: str = "simulated"
     thread: float = 0.0
     process: float = 0.0
     wall: float = 0.0
@@ -81,7 +81,7 @@ def _batch(point: Point) -> Iterator[BatchEnv]:
         return
     arguments = point.servers, point.env_us / 1e6
     with (
-        stand_ins(*arguments, insecure=not point.keys) as addresses,
+        simulated_servers(*arguments, insecure=not point.keys) as addresses,
         BatchEnv.connect(
             f"{NAME}{point.size}", addresses, point.num_envs, seed=0, **options
         ) as batch,

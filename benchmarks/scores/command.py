@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.lab.tables import as_table
 from benchmarks.scores.document import (
     COLUMNS,
     NUM_TEXTS,
@@ -21,6 +20,7 @@ from benchmarks.scores.document import (
 )
 from benchmarks.scores.run_one import Score, read_score, run_one
 from benchmarks.scores.tasks import TASKS, Task
+from benchmarks.support.tables import as_table
 from envserve.host_resources import num_cores
 from ppo.errors import suggestion
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.tables import as_markdown, replace_marked
 from benchmarks.scores.run_one import Score
 from benchmarks.scores.tasks import MEASURES, RANDOM_RETURNS, TASKS, Measure, Task
+from benchmarks.support.tables import as_markdown, replace_marked
 from ppo.config.named_configs import CONFIGS
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
 

@@ -21,7 +21,8 @@ from envserve.slab import Rows
 from envserve.spaces.action_checks import check_actions
 from envserve.wire.bodies import Attach, Granted, Pong, ResetBody
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec

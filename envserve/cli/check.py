@@ -32,7 +32,7 @@ def check(
 
     from envserve.check.probe_client import ServerUnderTest, SocketLink
     from envserve.check.rules import check as check_rules
-    from envserve.client.link.probe import request_welcome
+    from envserve.client.link.sessionless_requests import request_welcome
 
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)

@@ -33,7 +33,7 @@ def drain(
       timeout: Seconds to wait for the server to exit.
     """
     from envserve.client.link.connection import Connection
-    from envserve.client.link.probe import request
+    from envserve.client.link.sessionless_requests import request
     from envserve.wire.constants import DRAIN_WORD, MessageType
     from envserve.wire.handshake import Hello
     from envserve.wire.message import Message

@@ -26,7 +26,7 @@ def envs(
     Args:
       address: Address of a server; by default, list the envs registered here.
     """
-    from envserve.client.link.probe import request_welcome
+    from envserve.client.link.sessionless_requests import request_welcome
     from envserve.envs.registry import offered_names
 
     import_from_here(import_)

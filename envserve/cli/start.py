@@ -35,6 +35,7 @@ from envserve.errors import (
     ServerError,
     UnknownEnv,
 )
+from envserve.python_process import uncollected_imports
 from envserve.settings import HostSettings
 from envserve.text import nearest_name
 
@@ -195,9 +196,10 @@ def _serve(
       host: Settings of the server.
       report: Function to call with the addresses once the server is ready.
     """
-    import asyncio
+    with uncollected_imports():
+        import asyncio
 
-    from envserve.server import serve
+        from envserve.server import serve
 
     def on_ready(addresses: tuple[str, ...], num_names: int) -> None:
         report(addresses)

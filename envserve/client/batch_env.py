@@ -119,8 +119,8 @@ class BatchEnv:
       autoreset: Mode in which envs are reset after the end of an episode.
       reset_call: The call that resets a row, as shown in error messages.
       is_single: Whether `step` takes the action of one env, without a batch dimension.
-      steps_ended: Whether `step` accepts rows whose episode has ended, unless a fault
-        ended it. Gymnasium steps such envs with autoreset "disabled".
+      steps_ended: Whether rows whose episode has ended without a fault can be stepped,
+        as in Gymnasium with autoreset "disabled".
     """
 
     reset_call = "reset(env_indices=...)"
@@ -412,11 +412,12 @@ class BatchEnv:
             Reset all envs before the next step.
           ServerError: A server was lost.
         """
-        self.send_reset(env_indices, seeds, options=options)
+        pending = self._pending_reset
         try:
+            self.send_reset(env_indices, seeds, options=options)
             return self.recv_reset()
         finally:
-            self.cancel_reset()
+            self._pending_reset = pending
 
     @_exclusive
     def send_reset(

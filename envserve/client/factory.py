@@ -195,13 +195,13 @@ def start_remote(
     min_ready = len(addresses) if min_servers is None else min_servers
     _check_counts(request.num_envs, count, min_ready, len(addresses))
     raise_file_limit_for(count)
-    shares = _split_request(request, count)
+    requests = _divide_request(request, count)
     context = SharedContext(count)
 
     def start_lane(index: int, like: Lane | None = None) -> RemoteLane:
         return RemoteLane(
             addresses[index] if like is None else NO_ADDRESS,
-            shares[index],
+            requests[index],
             timeouts,
             insecure=insecure,
             context=context,
@@ -283,7 +283,7 @@ def _checked_settings(
     return settings
 
 
-def _split_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
+def _divide_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     """Divide a request evenly among servers; return one request per server."""
     edges = [i * whole.num_envs // num_servers for i in range(num_servers + 1)]
     first, kwargs = whole.first_env_index, whole.env_kwargs

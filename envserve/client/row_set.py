@@ -138,6 +138,7 @@ class RowSet:
       positions: Positions of the blocks in the batch.
       env_indices: Rows of the batch, int64 `[len(self)]`, ascending.
       all_valid: `StepResult.valid` of a step without faults.
+      no_flags: Bytes of an array of flags or statuses if all are False or OK.
       lane_parts: The blocks of each lane, in the order of the batch, each with the
         slice of its rows within the set.
     """
@@ -168,6 +169,7 @@ class RowSet:
         # Read-only, because the array is cached, and `recv` returns it to the user.
         self.env_indices.flags.writeable = False
         self.all_valid: Array = np.ones(start, np.bool_)
+        self.no_flags = bytes(start)
         views = [part.view for part, _ in lane_parts if part.view is not None]
         #: The arrays that `sources` returns, if all of them are views.
         self._views = _by_field(views) if len(views) == len(lane_parts) else None

@@ -126,7 +126,7 @@ def gather_result(
         final.append(_zeros(leaf))
     valid = row_set.all_valid.copy()
     # Any nonzero flag means that an episode has ended or that a status is not OK.
-    if rows.flags.tobytes() != bytes(rows.flags.size):
+    if rows.flags.tobytes() != 3 * row_set.no_flags:
         np.equal(rows.status, _OK, out=valid)
         _write_final(rows, final)
     if spec.single_observation is not None:
@@ -181,19 +181,23 @@ def _write_to(
         )
     targets = (*observation, out.reward, out.terminated, out.truncated, out.status)
     for target, sources in zip(targets, row_set.sources(), strict=True):
-        if len(sources) == 1:
-            _check_shape(target, sources[0].shape)
-            target[...] = sources[0]
+        source, is_single = sources[0], len(sources) == 1
+        shape = source.shape if is_single else (num_rows, *source.shape[1:])
+        if target.shape != shape:
+            raise _shape_error(target, shape)
+        if is_single:
+            target[...] = source
         else:  # one NumPy call copies from any number of lanes
-            _check_shape(target, (num_rows, *sources[0].shape[1:]))
             np.concatenate(sources, out=target, casting="unsafe")
-    out.valid[...] = out.status == _OK
-    ended = np.logical_or(out.terminated, out.truncated)
-    if np.count_nonzero(ended):  # faster than `any`
+    # As in `gather_result`, comparing bytes is faster than NumPy calls.
+    ends = np.logical_or(out.terminated, out.truncated).tobytes()
+    is_complete = out.status.tobytes() == row_set.no_flags
+    out.valid[...] = True if is_complete else out.status == _OK
+    if ends != row_set.no_flags:
         final = out.final_observation
         leaves = flatten(space, final) if is_nested else [final]
         for part, set_rows in row_set.lane_parts:
-            if np.count_nonzero(ended[set_rows]):
+            if 1 in ends[set_rows]:
                 _write_final(part.read(), [leaf[set_rows] for leaf in leaves])
     return out._replace(infos=infos) if out.infos or infos else out
 
@@ -235,20 +239,20 @@ def with_last_observation(space: Space[Any], step: StepResult, previous: Any) ->
     return unflatten(space, leaves)
 
 
-def _check_shape(target: Array, shape: tuple[int, ...]) -> None:
+def _shape_error(target: Array, shape: tuple[int, ...]) -> ValueError:
     # NumPy would broadcast a single row to a larger array without an error.
-    if target.shape != shape:
-        raise ValueError(
-            f"out: expected an array of shape {list(shape)}; got {list(target.shape)}"
-        )
+    return ValueError(
+        f"out: expected an array of shape {list(shape)}; got {list(target.shape)}"
+    )
 
 
 def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copy the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
-        _check_shape(target, source.shape)
-        target[ended] = source[ended]
+        if target.shape != source.shape:
+            raise _shape_error(target, source.shape)
+        target[ended] = source.take(ended, axis=0)
 
 
 def _zeros(like: Array) -> Array:

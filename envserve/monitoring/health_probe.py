@@ -10,7 +10,7 @@ import enum
 from typing import Final
 
 from envserve.client.link.discovery import resolve
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
 from envserve.wire.handshake import Welcome
 

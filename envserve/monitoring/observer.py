@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.probe import request
+from envserve.client.link.sessionless_requests import request
 from envserve.wire.constants import MAX_RECORD_BYTES, MessageType
 from envserve.wire.message import Message
 from envserve.wire.status import ServerStatus
@@ -94,7 +94,7 @@ class Observer:
     def request(
         self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""
     ) -> Message:
-        """Send a request and return its answer; see `probe.request` for the errors."""
+        """Send a request and return its answer; see `request` for the errors."""
         self._num_requests += 1
         message = Message(kind, request=self._num_requests, body=body)
         return request(self._connection, message, answer, timeout)

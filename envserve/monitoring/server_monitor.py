@@ -11,7 +11,7 @@ from typing import Any, Final
 from msgspec import to_builtins
 
 from envserve.client.link.discovery import resolve
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit

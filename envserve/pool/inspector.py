@@ -66,12 +66,12 @@ class PoolInspector:
                 )
             return FrameResult(), record
         board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)
-        pictures, bytes_left = [], MAX_FRAMES_BYTES
+        frames, bytes_left = [], MAX_FRAMES_BYTES
         known = request.after[: len(rows)]
         for row, serial in zip_longest(rows, known, fillvalue=0):
-            picture = board.latest(row, serial)
-            if picture is not None and len(picture.jpeg) <= bytes_left:
+            frame = board.latest(row, serial)
+            if frame is not None and len(frame.jpeg) <= bytes_left:
                 total = self._operations.metrics.running_return(row)
-                pictures.append(replace(picture, episode_return=total))
-                bytes_left -= len(picture.jpeg)
-        return FrameResult(pictures=tuple(pictures)), b""
+                frames.append(replace(frame, episode_return=total))
+                bytes_left -= len(frame.jpeg)
+        return FrameResult(pictures=tuple(frames)), b""

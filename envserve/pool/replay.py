@@ -169,13 +169,13 @@ def _receive_result(
             if hint:
                 text += f"\nThe file was written in a process that imported {hint}."
             return ReplayResult(False, f"could not be replayed: {text}", None)
-    end_ = process.wait_exit(_EXIT_SECONDS)
-    if end_ is None:
+    exit_ = process.wait_exit(_EXIT_SECONDS)
+    if exit_ is None:
         raise ReproError(
             f"expected {process!r} to exit; it has closed its socket, but is running"
         )
-    text = "\n".join(filter(None, [str(end_), end_.stderr_excerpt]))
-    end = End(status=Status.WORKER_DIED, text=text, exit_code=end_.exit_code)
+    text = "\n".join(filter(None, [str(exit_), exit_.stderr_excerpt]))
+    end = End(status=Status.WORKER_DIED, text=text, exit_code=exit_.exit_code)
     return _compare(repro, number, end)
 
 

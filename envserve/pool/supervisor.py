@@ -406,7 +406,11 @@ class SupervisedWorker:
         self._restarts.plan(is_failure, self.has_stepped, now)
         self.num_unanswered = 0
         ends_in_import = False
-        if self.state is WorkerState.STARTING and self.exit and self.exit.is_by_itself:
+        if (
+            self.state is WorkerState.STARTING
+            and self.exit
+            and self.exit.ended_by_itself
+        ):
             # An import that ended this process would end the next one, too. A
             # constructor, however, may succeed in the next process.
             ends_in_import = bool(self._importing)

@@ -111,7 +111,7 @@ class Exit:
     stderr_tail: str = ""
 
     @property
-    def is_by_itself(self) -> bool:
+    def ended_by_itself(self) -> bool:
         """Whether the process was started, and then exited or crashed by itself."""
         return not self.error and -self.exit_code not in _OUTSIDE_SIGNALS
 

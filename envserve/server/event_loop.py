@@ -1,11 +1,11 @@
-"""The server's event loop, which connects a Router, a ServerSession and the pools.
+"""The server's event loop, which connects a Router, a ServerProtocol and the pools.
 
 All code of this module runs in the thread of one asyncio loop, and no call blocks. The
 loop runs a callback on three events: messages have arrived (`_on_messages`), a pool has
 an event or its deadline has passed (`_on_pool_event`), or a lease expires
-(`_expire_leases`). Each event is passed to the session, which does no I/O and returns
-decisions. `_carry_out` carries out each decision before the next callback runs; a
-decision can lead to others, which are appended to the same queue.
+(`_expire_leases`). Each event is passed to the `ServerProtocol`, which does no I/O and
+returns decisions. `_carry_out` carries out each decision before the next callback runs;
+a decision can lead to others, which are appended to the same queue.
 
 ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore every
 callback that sends calls `_schedule_read` at its end, and `_on_messages` reads until
@@ -59,7 +59,7 @@ from envserve.session.server.decisions import (
     StartPool,
 )
 from envserve.session.server.policy import Refusal
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.text import LogThrottle
 from envserve.wire.handshake import Welcome
@@ -73,7 +73,7 @@ _MAX_MESSAGES_PER_TURN: Final = 64
 
 
 class ServerLoop:
-    """Passes messages and events between a Router, a session and the leases' pools.
+    """Passes messages and events between a Router, the protocol and the leases' pools.
 
     Attributes:
       pools: The leases' pools, by session.
@@ -84,9 +84,9 @@ class ServerLoop:
 
     def __init__(
         self,
-        host: HostSettings,
+        settings: HostSettings,
         router: Router,
-        session: ServerSession,
+        protocol: ServerProtocol,
         launcher: Launcher,
         drain_requested: asyncio.Event,
         access: Access | None = None,
@@ -95,9 +95,9 @@ class ServerLoop:
         """Start serving in the running event loop.
 
         Args:
-          host: Limits and permissions.
+          settings: Limits and permissions.
           router: Receives and sends messages; no other code may read from it.
-          session: State of all sessions, without I/O.
+          protocol: State of all sessions, without I/O.
           launcher: Starts workers.
           drain_requested: Event that is set when a client requests a drain.
           access: Keys of clients; None if the server uses no keys.
@@ -105,7 +105,7 @@ class ServerLoop:
         """
         self._loop = asyncio.get_running_loop()
         self._router = router
-        self._session = session
+        self._protocol = protocol
         self._launcher = launcher
         self._drain_requested = drain_requested
         self._access = access
@@ -115,12 +115,12 @@ class ServerLoop:
         self.dropped_replies = 0
         self._lag = LoopLag(self._loop)
         self.status = StatusReporter(
-            host, session, self.pools, self.counters, self._welcome, self._loop
+            settings, protocol, self.pools, self.counters, self._welcome, self._loop
         )
         self._failure_throttle = LogThrottle()
         self._lease_timer: asyncio.TimerHandle | None = None
         self._scheduled_read: asyncio.Handle | None = None
-        self._fair_share = FairShare(session.quotas)
+        self._fair_share = FairShare(protocol.quotas)
         self._is_stopping = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
@@ -139,7 +139,7 @@ class ServerLoop:
           grace_seconds: Seconds until the caller calls `stop`; sent to the clients.
         """
         self._is_stopping = True
-        self._carry_out(self._session.begin_drain(grace_seconds))
+        self._carry_out(self._protocol.begin_drain(grace_seconds))
         self._schedule_read()
         await self._has_ended.wait()
 
@@ -158,7 +158,7 @@ class ServerLoop:
         """
         self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
-        self._carry_out(self._session.stop(reason))
+        self._carry_out(self._protocol.stop(reason))
         for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
@@ -181,7 +181,7 @@ class ServerLoop:
                 text = "replies to clients that had disconnected or read too slowly: %d"
                 _LOGGER.info(text, self.dropped_replies)
             for number, text in (
-                (self._session.num_dropped_messages, "unanswerable messages"),
+                (self._protocol.num_dropped_messages, "unanswerable messages"),
                 (self.counters.failures, "failures"),
             ):
                 if number:
@@ -191,7 +191,7 @@ class ServerLoop:
         """End the sessions of users whose keys were revoked."""
         for user in users:
             self._audit(Audit("revoked", user))
-        self._carry_out(self._session.leases.close_users(users))
+        self._carry_out(self._protocol.leases.close_users(users))
 
     def disconnect(self, users: Collection[str]) -> None:
         """Disconnect users by closing all connections; ZeroMQ cannot close single ones.
@@ -199,7 +199,7 @@ class ServerLoop:
         Sessions that the users have started since `end_sessions` also end.
         """
         if not self._is_stopping:
-            self._carry_out(self._session.leases.close_users(users))
+            self._carry_out(self._protocol.leases.close_users(users))
             text = f"keys were revoked: {', '.join(sorted(users))}"
             self._router.sockets.reopen(text)
 
@@ -210,7 +210,7 @@ class ServerLoop:
         if self._scheduled_read is not None:
             self._scheduled_read.cancel()
             self._scheduled_read = None
-        session, shares, counters = self._session, self._fair_share, self.counters
+        protocol, shares, counters = self._protocol, self._fair_share, self.counters
         has_more, previous = True, shares.throttled
         now = time.monotonic()
         shares.begin_turn(now)
@@ -230,13 +230,13 @@ class ServerLoop:
                 counters.bytes_in += num_bytes
                 decisions: Sequence[Decision] = ()
                 if shares.throttled is None or shares.admits(peer, num_bytes):
-                    num_dropped = session.num_dropped_messages
+                    num_dropped = protocol.num_dropped_messages
                     try:
-                        decisions = session.receive(peer, message, now)
+                        decisions = protocol.receive(peer, message, now)
                     except Exception:
                         self._log_failure("a message could not be handled")
-                        decisions = session.receive_failed(peer, message)
-                    if num_dropped != session.num_dropped_messages:
+                        decisions = protocol.receive_failed(peer, message)
+                    if num_dropped != protocol.num_dropped_messages:
                         counters.dropped += 1
                         shares.record_dropped(peer[-1], 0, num_bytes)
                     self._carry_out(decisions)
@@ -247,7 +247,7 @@ class ServerLoop:
                 if shares.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
-            pause = shares.end_turn(is_drained=not has_more)
+            pause = shares.end_turn(has_unread=has_more)
             if shares.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
                 self._audit(Audit("over quota", shares.throttled, reason=reason))
@@ -288,7 +288,7 @@ class ServerLoop:
                 self._audit(decision)
             else:  # BeginDrain
                 self._drain_requested.set()
-        if self._is_stopping and self._session.has_ended:
+        if self._is_stopping and self._protocol.has_ended:
             self._has_ended.set()
 
     def _send(self, reply: Reply) -> None:
@@ -307,7 +307,7 @@ class ServerLoop:
             reply.limiter.num_copies -= 1
 
     def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
-        """Answer a request for which the session has no data; return the decisions."""
+        """Answer a request for which the protocol has no data; return the decisions."""
         request, now = decision.request, time.monotonic()
         user, payload = request.peer[-1], b""
         try:
@@ -320,23 +320,25 @@ class ServerLoop:
                 result, payload = inspector.read_frames(decision.frame_request)
                 body = result.encode()
             else:
-                assert self._access is not None, "a session without keys refuses JOIN"
+                assert self._access is not None, (
+                    "the protocol refuses JOIN without keys"
+                )
                 # Record the address that sent this message, because several clients may
                 # be connected with the same invitation.
                 address = self._router.sockets.by_number[request.peer[0]].sender_address
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name, address=address))
-            return self._session.answer(request, body, payload)
+            return self._protocol.answer(request, body, payload)
         except (Refusal, RemoteProtocolError) as error:
-            return self._session.refuse(request, error, now)
+            return self._protocol.refuse(request, error, now)
         except Exception:
             self._log_failure("a message could not be handled")
-            return self._session.request_failed(request)
+            return self._protocol.request_failed(request)
 
     def _welcome(self, user: str) -> Welcome:
         """Return the WELCOME for a user; raise Refusal if its key is not valid."""
         return replace(
-            self._session.leases.welcome_for(user),
+            self._protocol.leases.welcome_for(user),
             is_starting=not self._launcher.has_imported,
             loop_lag_ms=int(1000 * self._lag.seconds),
         )
@@ -348,7 +350,7 @@ class ServerLoop:
             return self._start_pool(decision)
         if isinstance(decision, EndPool):
             if session not in self.pools:  # the pool is closed or did not start
-                return self._session.pool_closed(session)
+                return self._protocol.pool_closed(session)
             self.pools[session].begin_close(self._close_seconds)
             return ()
         leased = self.pools[session]
@@ -364,18 +366,18 @@ class ServerLoop:
             return self._fail_pool(session, error)
         leased.schedule()
         absent = pool.absent
-        return self._session.pool_finished(session, (), absent) if absent else ()
+        return self._protocol.pool_finished(session, (), absent) if absent else ()
 
     def _fail_pool(self, session: SessionId, error: EnvserveError) -> list[Decision]:
-        _LOGGER.error("%s: %s", self._session.leases.name_of(session), error)
-        return self._session.pool_failed(session, error)
+        _LOGGER.error("%s: %s", self._protocol.leases.name_of(session), error)
+        return self._protocol.pool_failed(session, error)
 
     def _start_pool(self, decision: StartPool) -> Sequence[Decision]:
         session = decision.session
         if self._lease_timer is None:
             self._schedule_lease_expiry()
         try:
-            label = self._session.leases.name_of(session)
+            label = self._protocol.leases.name_of(session)
             with self._launcher.reserve:
                 pool = Pool(
                     decision.settings,
@@ -388,7 +390,7 @@ class ServerLoop:
             leased.watch()
             return ()
         except EnvserveError as error:
-            return self._session.pool_failed(session, error)
+            return self._protocol.pool_failed(session, error)
         except OSError as error:  # no descriptors, processes or memory are left
             failure = EnvStartError(
                 f"cannot start workers now: {error}; end other sessions, or raise "
@@ -400,14 +402,14 @@ class ServerLoop:
         """End a session and kill its pool after an unexpected exception."""
         self.counters.failures += 1
         _LOGGER.error(
-            "%s: server failure", self._session.leases.name_of(session), exc_info=error
+            "%s: server failure", self._protocol.leases.name_of(session), exc_info=error
         )
         try:
             if session in self.pools:
                 self._release(session)
         finally:
             text = f"the server failed: {type(error).__name__}: {error}"
-            decisions = self._session.pool_broken(session, ServerError(text))
+            decisions = self._protocol.pool_broken(session, ServerError(text))
         return decisions
 
     # Pools.
@@ -415,13 +417,13 @@ class ServerLoop:
     def _release(self, session: SessionId) -> None:
         """Close a pool, and add its counts to the server's counts."""
         leased = self.pools.pop(session)
-        if (record := self._session.leases.get(session)) is not None:
+        if (record := self._protocol.leases.get(session)) is not None:
             record.statistics = leased.statistics()
         self.status.add_closed(leased.pool.metrics.counts)
         leased.release()
 
     def _on_pool_event(self, session: SessionId) -> None:
-        """Pass the events of a pool to the session."""
+        """Pass the events of a pool to the protocol."""
         leased = self.pools[session]
         pool = leased.pool
         try:
@@ -430,20 +432,20 @@ class ServerLoop:
             except EnvserveError as failure:  # the launcher cannot start processes
                 outcomes, error = [], failure
             if error is not None:
-                decisions = self._session.pool_failed(session, error)
+                decisions = self._protocol.pool_failed(session, error)
             elif leased.is_ready_reported:  # by far the most frequent case
-                decisions = self._session.pool_finished(session, outcomes, pool.absent)
+                decisions = self._protocol.pool_finished(session, outcomes, pool.absent)
             else:
                 decisions = []
                 if pool.is_ready:
                     leased.is_ready_reported = True
                     now = time.monotonic()
-                    decisions = self._session.pool_ready(
+                    decisions = self._protocol.pool_ready(
                         session, pool.spec, pool.blocks, pool.rows, now
                     )
             if leased.is_closing and pool.is_closed:
                 self._release(session)
-                decisions += self._session.pool_closed(session)
+                decisions += self._protocol.pool_closed(session)
             else:
                 leased.schedule()
         except Exception as defect:
@@ -453,14 +455,14 @@ class ServerLoop:
             self._schedule_read()
 
     def _schedule_lease_expiry(self) -> None:
-        deadline = self._session.next_deadline()
+        deadline = self._protocol.next_deadline()
         if deadline != math.inf:
             self._lease_timer = self._loop.call_at(deadline, self._expire_leases)
 
     def _expire_leases(self) -> None:
         self._lease_timer = None
         try:
-            self._carry_out(self._session.expire_leases(self._loop.time()))
+            self._carry_out(self._protocol.expire_leases(self._loop.time()))
         finally:
             if self._lease_timer is None:
                 self._schedule_lease_expiry()

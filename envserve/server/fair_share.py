@@ -72,7 +72,7 @@ class FairShare:
         # number of turns whose last message was from this user and that left other
         # messages unread.
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._billed_time: defaultdict[str, float] = defaultdict(float)
+        self._non_step_seconds: defaultdict[str, float] = defaultdict(float)
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of the limits of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)
@@ -136,27 +136,27 @@ class FairShare:
         self._is_step = is_step
         self._seconds[user] += seconds
         if not is_step:
-            self._billed_time[user] += seconds
+            self._non_step_seconds[user] += seconds
         return now >= self._turn_ends_at
 
-    def end_turn(self, is_drained: bool) -> float:
+    def end_turn(self, has_unread: bool) -> float:
         """End a turn; update `throttled` and `flooder` every `_UPDATE_SECONDS`.
 
         Args:
-          is_drained: Whether no messages are left unread.
+          has_unread: Whether messages are left unread.
 
         Returns:
           Seconds to pause reading.
         """
-        if is_drained:
-            self._backlog_since, self.throttled = math.inf, None
-        else:
+        if has_unread:
             self._backlog_since = min(self._backlog_since, self._now)
             if not self._is_step:
                 self._unread[self._user] += 1.0
+        else:
+            self._backlog_since, self.throttled = math.inf, None
         if self._now >= self._updated_at + _UPDATE_SECONDS:
             self._update(self._now)
-        return 0.0 if is_drained or self.throttled is None else _PAUSE_SECONDS
+        return _PAUSE_SECONDS if has_unread and self.throttled is not None else 0.0
 
     def _update(self, now: float) -> None:
         decay = math.exp((self._updated_at - now) / _DECAY_SECONDS)
@@ -165,7 +165,12 @@ class FairShare:
         if flooder is not None:
             self.flooder = flooder
             del self._dropped[flooder]  # so that it is reported only once
-        for counts in (self._seconds, self._billed_time, self._unread, self._dropped):
+        for counts in (
+            self._seconds,
+            self._non_step_seconds,
+            self._unread,
+            self._dropped,
+        ):
             for user in list(counts):
                 counts[user] *= decay
                 if counts[user] < _NEGLIGIBLE:
@@ -177,8 +182,8 @@ class FairShare:
         user = max(self._unread, key=self._unread.__getitem__)
         weight_of = self._quotas.weight_of
         used = {u: seconds / weight_of(u) for u, seconds in self._seconds.items()}
-        billed_seconds = self._billed_time.get(user, 0.0) / weight_of(user)
+        non_step_seconds = self._non_step_seconds.get(user, 0.0) / weight_of(user)
         used.pop(user, 0.0)
         limit = _MAX_RELATIVE_SECONDS * sum(used.values()) / len(used)
-        if billed_seconds > max(_FREE_SECONDS, limit):
+        if non_step_seconds > max(_FREE_SECONDS, limit):
             self.throttled = user

@@ -103,8 +103,9 @@ class ServerCollector:
         for metric, text in _CONNECTION_METRICS.items():
             value = connections.get(metric, 0)
             yield CounterMetricFamily(f"envserve_{metric}", text, value)
-        lag, away = status.loop_lag_ms / 1000, sum(len(x.absent) for x in status.leases)
+        lag = status.loop_lag_ms / 1000
         text = "Largest delay of the event loop in the last 10 s."
         yield GaugeMetricFamily("envserve_loop_lag_seconds", text, lag)
+        num_absent = sum(len(lease.absent) for lease in status.leases)
         text = "Rows without an env, because their worker is being replaced."
-        yield GaugeMetricFamily("envserve_absent_rows", text, away)
+        yield GaugeMetricFamily("envserve_absent_rows", text, num_absent)

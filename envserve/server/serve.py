@@ -29,7 +29,7 @@ from envserve.server.zmq_guards.send_budget import SendBudget
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
 from envserve.session.server.decisions import Audit
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.text import did_you_mean
 from envserve.wire.sockets import raise_file_limit
@@ -57,7 +57,7 @@ _AFTER_DRAIN_SECONDS: Final = 0.8
 
 
 async def serve(
-    config: HostSettings, on_ready: Callable[[tuple[str, ...], int], None]
+    settings: HostSettings, on_ready: Callable[[tuple[str, ...], int], None]
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the task is cancelled.
 
@@ -65,7 +65,7 @@ async def serve(
     the server immediately.
 
     Args:
-      config: Settings.
+      settings: Settings.
       on_ready: Called with the actual addresses and the number of env names, once
         clients can connect.
 
@@ -79,47 +79,47 @@ async def serve(
     """
     loop = asyncio.get_running_loop()
     num_descriptors = raise_file_limit()
-    _protect_memory_from_envs(config.worker_user)
+    _protect_memory_from_envs(settings.worker_user)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(ShutdownSignals(loop))
         metrics = None
-        if config.metrics_port is not None:
+        if settings.metrics_port is not None:
             metrics = stack.enter_context(
-                MetricsPort(config.metrics_port, config.metrics_host)
+                MetricsPort(settings.metrics_port, settings.metrics_host)
             )
         notifier = Notifier(loop)
         stack.callback(notifier.close)
         # Start the launcher early, so that its imports run in parallel with the code
         # below.
         launcher = Launcher(
-            config.import_modules,
-            (config.env_names or ()) if config.preload else None,
+            settings.import_modules,
+            (settings.env_names or ()) if settings.preload else None,
             num_reserved=min(num_descriptors // 4, _MAX_RESERVED_DESCRIPTORS),
-            host=config,
-            lists_names=config.preload,
+            host=settings,
+            lists_names=settings.preload,
         )
         stack.callback(launcher.close)
-        names = await _offered_names(config, launcher, signals.requested)
+        names = await _offered_names(settings, launcher, signals.requested)
         if names is None:
             return
-        sockets, access, zap, audit = await _open_sockets(config, loop, stack)
+        sockets, access, zap, audit = await _open_sockets(settings, loop, stack)
         boot = secrets.randbits(64) | 1
         grant_of = None if access is None else access.grant_of
-        session = ServerSession(config, names, boot, grant_of)
-        max_growth = partial(_max_buffered_bytes, config, session)
+        protocol = ServerProtocol(settings, names, boot, grant_of)
+        max_growth = partial(_max_buffered_bytes, settings, protocol)
         # Users with fewer connections are not the cause of a lack of descriptors.
         min_count = num_descriptors // 4
         stack.callback(ConnectionWatch(loop, sockets, zap, max_growth, min_count).stop)
         budget = SendBudget(
-            config.max_unread_mib << 20, config.max_total_unread_mib << 20
+            settings.max_unread_mib << 20, settings.max_total_unread_mib << 20
         )
         router = Router(sockets, budget)
         server = ServerLoop(
-            config, router, session, launcher, signals.requested, access, audit
+            settings, router, protocol, launcher, signals.requested, access, audit
         )
         if metrics is not None:
             server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
-        watch = _close_revoked(access, server) if access else _warn_of_no_keys(config)
+        watch = _close_revoked(access, server) if access else _warn_of_no_keys(settings)
         stack.callback(asyncio.create_task(watch).cancel)
         abort_reason = ""
         try:
@@ -127,8 +127,10 @@ async def serve(
             notifier.ready(f"serving on {' '.join(sockets.addresses)}")
             await signals.requested.wait()
             notifier.stopping()
-            if config.drain_grace_seconds and not signals.immediate.is_set():
-                abort_reason = await _drain(server, signals, config.drain_grace_seconds)
+            if settings.drain_grace_seconds and not signals.immediate.is_set():
+                abort_reason = await _drain(
+                    server, signals, settings.drain_grace_seconds
+                )
             _LOGGER.info("stopping")
         finally:
             if metrics is not None:
@@ -153,7 +155,7 @@ def _protect_memory_from_envs(worker_user: str) -> None:
 
 
 async def _offered_names(
-    config: HostSettings, launcher: Launcher, stop: asyncio.Event
+    settings: HostSettings, launcher: Launcher, stop: asyncio.Event
 ) -> tuple[str, ...] | None:
     """Wait until another process has imported the envs, and return their names.
 
@@ -166,11 +168,11 @@ async def _offered_names(
       UnknownEnv: A name in `vector_envs` is not offered.
     """
     with contextlib.ExitStack() as stack:
-        if not config.preload:  # the template of `launcher` imports nothing
+        if not settings.preload:  # the template of `launcher` imports nothing
             launcher = Launcher(
-                config.import_modules,
-                config.env_names or (),
-                host=config,
+                settings.import_modules,
+                settings.env_names or (),
+                host=settings,
                 lists_names=True,
             )
             stack.callback(launcher.close)
@@ -178,23 +180,23 @@ async def _offered_names(
             await asyncio.sleep(0)  # let the loop handle signals
             if stop.is_set():
                 return None
-    for name in map(env_name_of, config.vector_envs):
+    for name in map(env_name_of, settings.vector_envs):
         if name not in names:
             hint = did_you_mean(name, names)
             raise UnknownEnv(f"--vector: expected an offered env; got {name!r}{hint}")
     return names
 
 
-def _max_buffered_bytes(config: HostSettings, session: ServerSession) -> int:
+def _max_buffered_bytes(settings: HostSettings, protocol: ServerProtocol) -> int:
     """Return the maximum memory growth caused by buffers, in bytes.
 
     The maximum is `max_buffered_mib` plus legitimate growth: copies of replies, some of
     them encrypted, and cached results.
     """
-    leases = [record.lease for record in session.leases.values() if record.lease]
+    leases = [record.lease for record in protocol.leases.values() if record.lease]
     replies = sum(_MAX_REPLY_COPIES * lease.max_result_bytes for lease in leases)
     cached = sum(lease.result_cache.num_bytes for lease in leases)
-    return (config.max_buffered_mib << 20) + replies + cached
+    return (settings.max_buffered_mib << 20) + replies + cached
 
 
 async def _drain(
@@ -209,7 +211,7 @@ async def _drain(
 
 
 async def _open_sockets(
-    config: HostSettings,
+    settings: HostSettings,
     loop: asyncio.AbstractEventLoop,
     stack: contextlib.ExitStack,
 ) -> tuple[ServerSockets, Access | None, Zap | None, Callable[[Audit], None]]:
@@ -220,9 +222,11 @@ async def _open_sockets(
       and the callback that records an event in the audit log.
     """
     access = zap = None
-    if not config.insecure_no_auth and any(a.startswith("tcp:") for a in config.binds):
+    if not settings.insecure_no_auth and any(
+        a.startswith("tcp:") for a in settings.binds
+    ):
         access = Access(KeyFolder())
-        access.check_binds(config.binds)
+        access.check_binds(settings.binds)
         access.read_in_threads(loop)
 
     def describe(user: str) -> tuple[str, str]:
@@ -231,12 +235,14 @@ async def _open_sockets(
         return fingerprint, "" if zap is None else zap.addresses.get(user, "")
 
     audit: Callable[[Audit], None] = _ignore_event
-    if config.audit is not None:
-        log = AuditLog(config.audit, describe, loop)
+    if settings.audit is not None:
+        log = AuditLog(settings.audit, describe, loop)
         stack.callback(log.close)
         audit = log.write
     secret = None if access is None else access.keys.secret
-    sockets = ServerSockets(config.binds, config.max_message_bytes, loop, secret, audit)
+    sockets = ServerSockets(
+        settings.binds, settings.max_message_bytes, loop, secret, audit
+    )
     stack.callback(sockets.close)
     if access is not None:
         zap = Zap(
@@ -279,8 +285,8 @@ async def _close_revoked(access: Access, server: ServerLoop) -> None:
             _LOGGER.exception("the check for revoked keys failed, and will be repeated")
 
 
-async def _warn_of_no_keys(config: HostSettings) -> None:
-    addresses = [a for a in config.binds if a.startswith("tcp:")]
+async def _warn_of_no_keys(settings: HostSettings) -> None:
+    addresses = [a for a in settings.binds if a.startswith("tcp:")]
     while addresses:
         _LOGGER.warning(
             "no keys are used (--insecure-no-auth): anyone who can reach %s can use "

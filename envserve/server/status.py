@@ -23,7 +23,7 @@ from envserve.pool.pool_metrics import Counts, status_fields, sum_counts
 from envserve.python_process import build_commit
 from envserve.server.leased_pool import LeasedPool
 from envserve.session.server.decisions import SessionId
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
 from envserve.wire.status import ServerStatus
@@ -50,12 +50,12 @@ class Counters:
 
 
 class StatusReporter:
-    """Sums up the counts of a server's event loop, session and pools."""
+    """Sums up the counts of a server's event loop, sessions and pools."""
 
     def __init__(
         self,
-        host: HostSettings,
-        session: ServerSession,
+        settings: HostSettings,
+        protocol: ServerProtocol,
         pools: Mapping[SessionId, LeasedPool],
         counters: Counters,
         welcome: Callable[[str], Welcome],
@@ -67,9 +67,9 @@ class StatusReporter:
             "commit": build_commit(),
             "host": platform.node(),
             "pid": os.getpid(),
-            "num_workers": host.num_workers,
+            "num_workers": settings.num_workers,
         }
-        self._session, self._pools, self._counters = session, pools, counters
+        self._protocol, self._pools, self._counters = protocol, pools, counters
         self._welcome = welcome
         self._closed_counts = sum_counts(())  # counts of closed pools
         self._started_at = loop.time()
@@ -86,7 +86,7 @@ class StatusReporter:
         self._refresh(now)
         body = self._bodies.get(user)
         if body is None:
-            for record in self._session.leases.visible_to(user):
+            for record in self._protocol.leases.visible_to(user):
                 if (leased := self._pools.get(record.session)) is not None:
                     leased.pool.metrics.watch(now)
             body = self._bodies[user] = self._status_for(user, now).encode()
@@ -126,13 +126,13 @@ class StatusReporter:
             **status_fields(counts),
             seconds=now - self._started_at,
             in_flight=sum(pool.inspector.num_in_flight for pool in pools),
-            refusals=dict(self._session.refusals),
+            refusals=dict(self._protocol.refusals),
             **vars(self._counters),
         )
 
     def _status_for(self, user: str, now: float) -> ServerStatus:
         """Return the server's totals, with only those leases that the user may see."""
-        pools, visible = self._pools, self._session.leases.visible_to(user)
+        pools, visible = self._pools, self._protocol.leases.visible_to(user)
         leases = [
             pools[record.session].pool.inspector.status(
                 max(1, _MAX_EPISODES // len(visible)),

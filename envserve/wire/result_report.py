@@ -38,14 +38,8 @@ from envserve.wire.constants import (
     MAX_TEXT_BYTES,
     Executed,
 )
-from envserve.wire.handshake import (
-    Body,
-    ErrorBody,
-    Row,
-    clip,
-    decode_struct,
-    exception_of,
-)
+from envserve.wire.error_body import ErrorBody, clip, exception_of
+from envserve.wire.handshake import Body, Row, decode_struct
 from envserve.wire.message import Buffer
 
 #: Lengths in bytes to which texts are cut, tried in this order until the report fits.

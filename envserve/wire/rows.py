@@ -123,8 +123,10 @@ class RowPart:
 
     def __init__(self, codec: RowCodec, ranges: Sequence[Range]) -> None:
         self.ranges = ranges
-        self._count = sum(stop - start for start, stop in ranges)
-        self._flag_arrays = codec.flags
+        self._rows: Array = np.concatenate(
+            [np.arange(0), *(np.arange(*part) for part in ranges)]
+        )
+        self._count = len(self._rows)
         self._finals = codec.finals
         self._actions = _views(codec.actions, ranges)
         self._results = _views(codec.results, ranges)
@@ -177,23 +179,15 @@ class RowPart:
         been sent.
         """
         buffers: Sequence[Buffer] = self._results
-        for view in self._flags:
-            if b"\1" in bytes(view):
-                ended = np.concatenate(
-                    [self._ended_rows(*part) for part in self.ranges]
-                )
-                finals = (final[ended].reshape(-1).data for final in self._finals)
-                buffers = [*buffers, *finals]
-                break
-        else:
-            if self.num_result_bytes <= MAX_INLINE_BYTES:  # shortcut for the usual case
-                return b"".join(buffers), b""
+        flags = b"".join(self._flags)
+        if 1 in flags:
+            terminated, truncated = np.frombuffer(flags, np.bool_).reshape(2, -1)
+            ended = self._rows[terminated | truncated]
+            finals = (final.take(ended, 0).reshape(-1).data for final in self._finals)
+            buffers = [*buffers, *finals]
+        elif self.num_result_bytes <= MAX_INLINE_BYTES:  # shortcut for the usual case
+            return b"".join(buffers), b""
         return split_rows(buffers)
-
-    def _ended_rows(self, start: int, stop: int) -> Array:
-        terminated, truncated = self._flag_arrays
-        flags = terminated[start:stop, 0] | truncated[start:stop, 0]
-        return start + np.flatnonzero(flags)
 
     def unpack_results(self, first: Buffer, rest: Buffer = b"") -> None:
         """Write received results to the rows.
@@ -219,14 +213,14 @@ class RowPart:
         )
         flags = bytes(first[_FLAGS_OFFSET * count : _STATUS_OFFSET * count])
         status = bytes(first[_STATUS_OFFSET * count : _FIXED_FIELDS_BYTES * count])
-        # strip() returns b"" if and only if all bytes are allowed values.
-        if count == 0 or flags.strip(b"\0\1") or status.strip(_WIRE_STATUSES):
+        # translate() removes all allowed values.
+        unknown = flags.translate(None, b"\0\1"), status.translate(None, _WIRE_STATUSES)
+        if count == 0 or any(unknown):
             raise RemoteProtocolError(
                 f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}; "
                 f"the server sent flags {[*{*flags}]} and statuses {[*{*status}]}"
             )
-        terminated = np.frombuffer(flags[:count], np.bool_)
-        truncated = np.frombuffer(flags[count:], np.bool_)
+        terminated, truncated = np.frombuffer(flags, np.bool_).reshape(2, count)
         if status.strip(b"\0"):
             is_fault = np.frombuffer(status, np.uint8) != Status.OK
             wrong = np.flatnonzero(is_fault & (terminated | ~truncated))
@@ -237,17 +231,15 @@ class RowPart:
                     f"the server sent terminated {terminated[row]:d}, truncated "
                     f"{truncated[row]:d} and status {status[row]} in row {row}"
                 )
-        ended = terminated | truncated
-        num_ended = int(ended.sum())
-        expected = min_bytes + num_ended * self._final_bytes
+        rows = self._rows[terminated | truncated]
+        expected = min_bytes + len(rows) * self._final_bytes
         if size != expected:
             raise RemoteProtocolError(
                 f"expected {expected} bytes of results, with final observations of "
-                f"{num_ended} rows; got {size}"
+                f"{len(rows)} rows; got {size}"
             )
         _write(self._results, self._result_ends, first, rest)
-        if num_ended:
-            rows = np.concatenate([np.arange(*part) for part in self.ranges])[ended]
+        if rows.size:
             is_in_first = len(first) > min_bytes
             offset = min_bytes if is_in_first else min_bytes - len(first)
             self._write_finals(rows, first if is_in_first else rest, offset)

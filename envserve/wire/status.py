@@ -69,7 +69,17 @@ class Histogram(Body, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
-    """Fields that `LeaseStatus` and `ServerStatus` have in common."""
+    """Fields that `LeaseStatus` and `ServerStatus` have in common.
+
+    Attributes:
+      steps: Number of env steps that produced a valid row.
+      rows: Maps names of statuses to numbers of rows of steps.
+      restarts: Number of workers that were replaced.
+      faults: Maps names of statuses to numbers of faults.
+      batch_seconds: Durations of the steps of blocks.
+      in_flight: Number of rows with an operation in progress.
+      seconds: Time since the start of the server, or since the lease was granted.
+    """
 
     steps: U63 = 0
     rows: _ByName = field(default_factory=dict)
@@ -126,10 +136,27 @@ class LeaseStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
 class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
     """Status of a server since it started, and of its leases.
 
-    An empty `version` represents a server that does not support STATUS. `commit`
-    identifies the build of a release, and may be empty. `num_leases` is the number of
-    leases that the client may see; `leases` contains as many of them as fit. The fields
-    that `Welcome` also has are described there.
+    `Welcome` describes the fields that it has too.
+
+    Attributes:
+      version: Release of the server; "" if the server does not support STATUS.
+      commit: Commit from which the release was built; may be empty.
+      host: Name of the server's host.
+      pid: Id of the server's process.
+      num_workers: Maximum number of workers of a lease.
+      resets: Number of env resets.
+      env_step_seconds: Durations of env steps.
+      reset_seconds: Durations of env resets.
+      failures: Number of messages and leases that failed because of a bug.
+      refusals: Maps names of error codes to numbers of ERRORs sent.
+      messages_in: Number of messages received.
+      messages_out: Number of messages sent.
+      bytes_in: Number of bytes in received messages.
+      bytes_out: Number of bytes in sent messages.
+      resends: Number of replies that were sent again.
+      dropped: Number of replies that could not be sent, plus unprocessed messages.
+      num_leases: Number of leases that the client may see.
+      leases: As many of these leases as fit.
     """
 
     version: Name = ""

@@ -88,10 +88,10 @@ class FrameRenderer:
             jpeg, text = self._render_jpeg(row, width)
             seed, steps = self._ring.seed_and_steps(row)
             known: Any = {"row": row, "seed": seed, "episode_steps": steps}
-            picture = RenderedFrame(
+            frame = RenderedFrame(
                 serial=started_at, jpeg=jpeg, text=text[:MAX_TEXT], **known
             )
-            self._board.write(slot, picture)
+            self._board.write(slot, frame)
         end = time.monotonic_ns()
         rest = _PAUSE_FACTOR * (end - started_at)
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
@@ -102,7 +102,7 @@ class FrameRenderer:
         if crashes[worker] >= _MAX_RENDER_CRASHES:
             return (
                 b"",
-                f"no picture: render() crashed or hung {_MAX_RENDER_CRASHES} times",
+                f"no image: render() crashed or hung {_MAX_RENDER_CRASHES} times",
             )
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
         crashes[worker] += 1
@@ -120,7 +120,7 @@ class FrameRenderer:
             returned = f"{frame.dtype}{[*frame.shape]}"
         return (
             b"",
-            f"no picture: expected render() to return uint8[h, w, 3]; got {returned}",
+            f"no image: expected render() to return uint8[h, w, 3]; got {returned}",
         )
 
 

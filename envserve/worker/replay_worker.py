@@ -1,7 +1,7 @@
 """Replay the reset and the actions of a repro file in a worker process.
 
 The worker reports the number of each action before it applies the action, so that the
-pool knows in which action the worker crashed.
+pool can report in which action the worker crashed.
 """
 
 from __future__ import annotations
@@ -98,16 +98,16 @@ def _render_video_frame(env: EnvRow) -> bytes:
     if not (isinstance(rate, int | float) and 0.01 <= rate <= 1000):
         rate = 30.0
     try:
-        picture = env.call("call", "render", [])
+        frame = env.call("call", "render", [])
     except Exception as error:
-        picture = error
-    if getattr(picture, "dtype", None) == np.uint8 and picture.shape[2:] == (3,):
+        frame = error
+    if getattr(frame, "dtype", None) == np.uint8 and frame.shape[2:] == (3,):
         return pack_message(
-            MessageKind.VIDEO_FRAME, payload=codec.encode([rate, picture])
+            MessageKind.VIDEO_FRAME, payload=codec.encode([rate, frame])
         )
     raise VideoError(
         f"expected render() to return a frame, uint8 [height, width, 3]; got "
-        f"{one_line(repr(picture), 200)}; the env must support "
+        f"{one_line(repr(frame), 200)}; the env must support "
         f"render_mode='rgb_array'"
     )
 

@@ -40,6 +40,7 @@ from envserve.errors import (
     VideoError,
     WrapperError,
 )
+from envserve.python_process import uncollected_imports
 from envserve.text import install_command, one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
@@ -244,6 +245,23 @@ def deferred_stderr() -> Iterator[None]:
             os.close(before)
 
 
+@contextlib.contextmanager
+def without_matplotlib() -> Iterator[None]:
+    """Hide Matplotlib from imports in the block, unless it has been imported before.
+
+    Keras imports Matplotlib if it is installed, which takes most of a second, but only
+    its functions that show images use it.
+    """
+    if "matplotlib" in sys.modules:
+        yield
+        return
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["matplotlib"]
+
+
 def start_tensorflow(
     intra_op_threads: int, inter_op_threads: int, config: Config | None = None
 ) -> None:
@@ -265,7 +283,12 @@ def start_tensorflow(
     uses_onednn = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:
-        with preserved_interrupts(), deferred_stderr():
+        with (
+            preserved_interrupts(),
+            deferred_stderr(),
+            without_matplotlib(),
+            uncollected_imports(),
+        ):
             import tensorflow as tf
 
             # TensorFlow reads TF_XLA_FLAGS when it looks for devices.

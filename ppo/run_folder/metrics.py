@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import tensorflow as tf
 
 from ppo.config.config import Config
@@ -93,9 +92,11 @@ class MetricsWriter:
             os.stat(self._path)
             while line:
                 line = line[self._lines.write(line) :]
+            # One message for all metrics: `tf.summary.scalar` takes a millisecond each.
+            summary = tf.compat.v1.Summary()
             for name, value in values.items():
-                # TensorFlow rejects Python floats that overflow float32.
-                tf.summary.scalar(tensorboard_tag(name), np.float64(value))
+                summary.value.add(tag=tensorboard_tag(name), simple_value=value)
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
 
 def tensorboard_tag(name: str) -> str:

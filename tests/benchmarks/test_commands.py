@@ -16,9 +16,9 @@ from benchmarks.cases.ours import LIMIT
 from benchmarks.cli import main
 from benchmarks.command import Run, sub_command
 from benchmarks.harness import BenchmarkError, Skip
-from benchmarks.lab.processes import proportional_set_bytes, with_descendants
 from benchmarks.learning.goal import learning_sb3
 from benchmarks.learning.train import training_sb3
+from benchmarks.support.processes import proportional_set_bytes, with_descendants
 from envserve.bench.interleaved import MICROSECONDS, SPEED, THREAD
 from envserve.bench.workload import Workload
 from envserve.text import install_command

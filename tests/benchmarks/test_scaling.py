@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.processes import own_keys
 from benchmarks.scaling.document import tables, write_document
 from benchmarks.scaling.measure import Point, measure
 from benchmarks.scaling.model import Model, errors, fit, plan
+from benchmarks.support.processes import own_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = Model(split=50.0, server=40.0, env=0.5, kilobyte=0.25)

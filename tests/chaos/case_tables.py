@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.lab.machine import describe_machine, machine_facts
-from benchmarks.lab.tables import as_markdown
+from benchmarks.support.machine import describe_machine, machine_facts
+from benchmarks.support.tables import as_markdown
 from tests.chaos.case_result import CaseResult
 from tests.chaos.trial import ChaosCase
 

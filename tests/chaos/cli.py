@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.lab.processes import own_keys
-from benchmarks.lab.tables import TABLE_WIDTH, as_table
+from benchmarks.support.processes import own_keys
+from benchmarks.support.tables import TABLE_WIDTH, as_table
 from tests.chaos.case_result import CaseResult
 from tests.chaos.case_tables import (
     COLUMNS,

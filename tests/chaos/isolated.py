@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab.processes import kill_all, with_descendants
+from benchmarks.support.processes import kill_all, with_descendants
 
 _END_SECONDS = 10.0
 

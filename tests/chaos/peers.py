@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.cases.peers import sb3_vec_env
 from benchmarks.harness import Skip
-from benchmarks.lab.processes import kill_all, with_descendants
+from benchmarks.support.processes import kill_all, with_descendants
 from envserve.bench.workload import Workload
 from envserve.client import BatchEnv
 from envserve.pool.pool import Pool

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, Self
 
 import numpy as np
 
-from benchmarks.lab.processes import vitals_of, with_descendants
+from benchmarks.support.processes import usage_of, with_descendants
 
 _SHARED_MEMORY: Final = Path("/dev/shm")
 #: Seconds within which closed threads and processes must have exited.
@@ -26,12 +26,12 @@ class MemorySamples:
     def take(self, instant: float, roles: dict[str, int]) -> None:
         for name, pid in roles.items():
             for index, each in enumerate(_own_descendants(pid, roles)):
-                vitals = vitals_of(each)
-                if vitals is None:
+                usage = usage_of(each)
+                if usage is None:
                     continue
                 part = name if index == 0 else f"a process below {name}"
                 taken = self._taken.setdefault(part, [])
-                taken.append((instant, vitals.resident_bytes))
+                taken.append((instant, usage.resident_bytes))
 
     def growths(
         self, duration: float, start: tuple[float, float], end: tuple[float, float]
@@ -101,11 +101,11 @@ class Leftovers(NamedTuple):
     @classmethod
     def _count(cls) -> Self:
         pid = os.getpid()
-        vitals = vitals_of(pid)
-        assert vitals is not None
+        usage = usage_of(pid)
+        assert usage is not None
         segments = len(list(_SHARED_MEMORY.iterdir())) if _SHARED_MEMORY.exists() else 0
         others = len(with_descendants(pid)) - 1
-        return cls(vitals.num_files, vitals.num_threads, others, segments)
+        return cls(usage.num_files, usage.num_threads, others, segments)
 
     def compared_with(self, later: Leftovers) -> dict[str, tuple[int, int]]:
         pairs = zip(self, later, strict=True)

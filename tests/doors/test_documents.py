@@ -28,8 +28,8 @@ BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL
 #: Commands that other files run: a pattern that matches the line, and the file.
 ELSEWHERE = {
     r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
-    r"docker[ -]compose": "scripts/cluster.py",
-    r"kubectl": "scripts/rehearse_pods.py",
+    r"docker[ -]compose": "scripts/run_compose.py",
+    r"kubectl": "scripts/run_pods.py",
     r"pip install|python3 -m venv|\. \.venv/bin/activate": "Makefile",
     r"git clone": "tests/test_documents.py",
     r"envserve replay FILE": "tests/envserve/test_replay.py",
@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"envserve demo": "tests/doors/test_demo.py",
     r"envserve (join|invite)": "tests/test_three_commands.py",
     r".*(ray start|--on ray|ray://)": "tests/doors/test_ray.py",
-    r"ppo train .*dns://": "scripts/rehearse_pods.py",
+    r"ppo train .*dns://": "scripts/run_pods.py",
     r"export TF_CONFIG|ppo train .*--distribute": "tests/ppo/test_learners.py",
 }
 #: Commands that run until they are interrupted. They print an address when ready;

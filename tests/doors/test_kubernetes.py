@@ -137,7 +137,7 @@ def test_kustomize_renames_images_and_secrets_in_all_resources(
 @pytest.mark.timeout(600)
 def test_training_continues_while_its_pods_are_killed_evicted_and_moved() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/rehearse_pods.py"],
+        [sys.executable, "scripts/run_pods.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ import pytest
 from envserve.check.probe_client import ServerUnderTest, SocketLink
 from envserve.check.rules import check
 from envserve.client import BatchEnv
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.envs.seeding import env_seed
 from envserve.errors import ConnectError
 from envserve.keys.key_folder import KeyFolder

@@ -124,12 +124,12 @@ def test_a_simulator_host_needs_only_the_wheel(dist: Path, tmp_path: Path) -> No
         assert server.stdout is not None
         try:
             (address,) = re.findall(r"tcp://\S+:\d+", server.stdout.readline())
-            told = run(programs / "python", "-c", CLIENT, address, cwd=tmp_path)
+            output = run(programs / "python", "-c", CLIENT, address, cwd=tmp_path)
         finally:
             server.send_signal(signal.SIGTERM)
         server.communicate()
     assert server.returncode == 0
-    file, version, shape = told.split(maxsplit=2)
+    file, version, shape = output.split(maxsplit=2)
     assert Path(file).is_relative_to(tmp_path)
     assert (version, shape) == (PROJECT["version"], "(4, 4)\n")
     demo = ("demo", "--terminal", "--num-envs", "8", "--seconds", "5")

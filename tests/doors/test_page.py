@@ -41,7 +41,7 @@ def servers(request: pytest.FixtureRequest) -> dict[str, FakeServer]:
     num_envs = getattr(request, "param", 16)
     return {
         "tcp://sim1:5555": FakeServer("CartPole-v1", num_envs=num_envs),
-        "tcp://sim2:5555": FakeServer(EVIL, num_envs=3, host="", has_pictures=False),
+        "tcp://sim2:5555": FakeServer(EVIL, num_envs=3, host="", has_images=False),
     }
 
 
@@ -123,7 +123,7 @@ def test_the_page_fits_the_screen_and_contains_text(page: Page) -> None:
 def test_an_env_that_does_not_render_is_shown_as_a_card(page: Page) -> None:
     card = page.locator(".tile").last
     card.scroll_into_view_if_needed()
-    expect(card).to_contain_text("no picture: render_mode is None")
+    expect(card).to_contain_text("no image: render_mode is None")
     expect(card.locator("img")).to_be_hidden()
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from ray.cluster_utils import Cluster
 
-from benchmarks.lab.processes import is_running, with_descendants
+from benchmarks.support.processes import is_running, with_descendants
 from envserve.client import BatchEnv, Status
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import AddressError, ConnectError
 from envserve.ray import addresses
 from tests.doors.test_documents import BIN, ROOT, commands

@@ -11,7 +11,8 @@ import numpy as np
 from envserve.envs.seeding import draw_root_seed
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message
 from tests.envserve.checked_server import Envs, Server
 
@@ -167,7 +168,7 @@ class IgnoresEpochs(Server):
 @found_by("attached_again")
 class IgnoresAChangedAttach(Server):
     def change_request(self, message: Message) -> Message:
-        record = self.session.leases.get(("", message.session))
+        record = self.protocol.leases.get(("", message.session))
         is_again = record is not None and message.type is Kind.ATTACH
         return changed(message, body=record.attach_body) if is_again else message  # type: ignore[union-attr]
 
@@ -175,7 +176,7 @@ class IgnoresAChangedAttach(Server):
 @found_by("detached")
 class RevivesEndedSessions(Server):
     def change_request(self, message: Message) -> Message:
-        self.session.leases.ended_sessions.clear()
+        self.protocol.leases.ended_sessions.clear()
         return message
 
 

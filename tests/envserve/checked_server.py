@@ -97,7 +97,7 @@ class Server(FakeServer):
 
     def lease_of(self, message: Message) -> Lease | None:
         """Return the lease that a message belongs to, if any."""
-        record = self.session.leases.get(("", message.session))
+        record = self.protocol.leases.get(("", message.session))
         return record.lease if record else None
 
     def receive_frames(self, route: bytes, frames: Sequence[Buffer]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import signal
 import time
@@ -123,14 +124,24 @@ def local_or_tcp(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def shared_address(
-    lane_kind: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
-    """The address of a server that all tests of a module share."""
-    folder = tmp_path_factory.mktemp("server")
+@pytest.fixture(scope="session")
+def shared_servers(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Callable[[str], str]]:
+    """Return a function that returns the address of a server for a kind of lane.
+
+    The server is started by the first call, and shared by the tests of many modules.
+    """
+    folder = tmp_path_factory.mktemp("servers")
     with servers_in(folder) as start:
-        yield "" if lane_kind == "local" else start(bind_for(lane_kind, folder))
+        yield functools.cache(lambda kind: start(bind_for(kind, folder)))
+
+
+@pytest.fixture(scope="module")
+def shared_address(lane_kind: str, shared_servers: Callable[[str], str]) -> str:
+    """The address of a shared server, or "" for local lanes."""
+    # This fixture starts the server before the check for processes left by a test.
+    return "" if lane_kind == "local" else shared_servers(lane_kind)
 
 
 @contextlib.contextmanager
@@ -250,7 +261,7 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
     return wait
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
     with launcher_with(
         tmp_path_factory.mktemp("modules"), odd_envs=ODD_ENVS

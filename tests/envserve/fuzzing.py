@@ -35,7 +35,8 @@ from envserve.wire.bodies import (
     ResetBody,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import RowCodec, RowPart
@@ -310,7 +311,7 @@ def _server_target() -> Target:
 
     def read(data: bytes) -> None:
         now = next(counter) / 1000
-        lease = server.session.leases["", SESSION].lease
+        lease = server.protocol.leases["", SESSION].lease
         assert lease is not None
         # Mutations rarely produce the next seq, so set the seq explicitly.
         for index, seq in enumerate(lease._last_seq):
@@ -324,10 +325,10 @@ def _server_target() -> Target:
         server.replies.clear()
         for session in [s for s in server.pools if s != ("", SESSION)]:
             server.carry_out(
-                server.session.pool_failed(session, WorkerError("enough")), now
+                server.protocol.pool_failed(session, WorkerError("enough")), now
             )
         if ("", SESSION) not in server.pools:
-            server.session.leases.ended_sessions.clear()
+            server.protocol.leases.ended_sessions.clear()
             RawClient(server)
 
     return Target(read, _messages(server.boot), ())

@@ -57,7 +57,8 @@ def run_traced(
 
 def is_return(place: Place) -> bool:
     """Return whether a line returns a result, which an interrupt there may lose."""
-    return linecache.getline(*place).strip() == "return result"
+    line = linecache.getline(*place).strip()
+    return line in ("return result", "self._lock.release()")
 
 
 def _is_spared(frame: FrameType) -> bool:

@@ -23,7 +23,7 @@ class FakeServer:
     Attributes:
       error: Exception that requests raise, or None.
       frame_requests: Lease, rows and width of every frame request.
-      has_pictures: Whether frames contain images.
+      has_images: Whether frames contain images.
       ticks: Serial of the latest frames, minus one.
       status: The status that the server reports.
     """
@@ -33,11 +33,11 @@ class FakeServer:
         *names: str,
         num_envs: int = 16,
         host: str = "sim1",
-        has_pictures: bool = True,
+        has_images: bool = True,
     ) -> None:
         self.error: EnvserveError | None = None
         self.frame_requests: list[tuple[int, tuple[int, ...], int]] = []
-        self.has_pictures = has_pictures
+        self.has_images = has_images
         self.ticks = 0
         self._lock = threading.Lock()
         self.status = ServerStatus(
@@ -139,7 +139,7 @@ class FakeObserver:
             raise LeaseLost(f"there is no lease {lease}")
         server.frame_requests.append((lease, tuple(rows), width))
         return [
-            draw_frame(row, server.ticks, width, has_jpeg=server.has_pictures)
+            draw_frame(row, server.ticks, width, has_jpeg=server.has_images)
             for row, serial in zip(rows, after, strict=True)
             if serial <= server.ticks
         ]
@@ -167,7 +167,7 @@ def draw_frame(row: int, tick: int, width: int, *, has_jpeg: bool) -> RenderedFr
         row=row,
         serial=tick + 1,
         jpeg=file.getvalue() if has_jpeg else b"",
-        text="" if has_jpeg else "no picture: render_mode is None",
+        text="" if has_jpeg else "no image: render_mode is None",
         seed=2**60 + row,
         episode_steps=tick % 500,
         episode_return=float(tick % 500),

@@ -24,7 +24,7 @@ from envserve.session.client import attachment, client_blocks
 from envserve.session.client.client_session import ClientSession
 from envserve.session.server import lease, lease_table
 from envserve.session.server.decisions import EndPool, RunReset, RunStep, SessionId
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
 from envserve.wire.message import decode, encode
@@ -75,7 +75,7 @@ def alter_messages(patch: Patch, half: type[Any], alter: Callable[..., Any]) -> 
 
 @bug(Profile(loss=0.1))
 def requests_are_not_sent_again(patch: Patch) -> None:
-    alter_messages(patch, ServerSession, lambda _, m: None if m.attempt else m)
+    alter_messages(patch, ServerProtocol, lambda _, m: None if m.attempt else m)
 
 
 @bug(faulty("send_stray"))
@@ -86,7 +86,7 @@ def a_stale_epoch_is_accepted(patch: Patch) -> None:
             asked.epoch = record.lease.epoch
         return asked
 
-    alter_messages(patch, ServerSession, alter)
+    alter_messages(patch, ServerProtocol, alter)
 
 
 @bug(faulty("send_stray"))
@@ -95,7 +95,7 @@ def a_stale_boot_is_accepted(patch: Patch) -> None:
         asked.boot = asked.boot and self.boot
         return asked
 
-    alter_messages(patch, ServerSession, alter)
+    alter_messages(patch, ServerProtocol, alter)
 
 
 @bug()
@@ -125,7 +125,7 @@ def a_user_can_access_sessions_of_others(patch: Patch) -> None:
     def drop(real: Any, self: Any, peer: Any, *frames_now: Any) -> Any:
         return real(self, (*peer[:-1], OWNER), *frames_now)
 
-    around(patch, ServerSession, "receive", drop)
+    around(patch, ServerProtocol, "receive", drop)
 
 
 @bug()
@@ -135,7 +135,7 @@ def a_user_can_detach_sessions_of_others(patch: Patch) -> None:
             peer = (*peer[:-1], OWNER)
         return real(self, peer, frames, now)
 
-    around(patch, ServerSession, "receive", drop)
+    around(patch, ServerProtocol, "receive", drop)
 
 
 # Decisions.
@@ -147,12 +147,12 @@ def envs_are_not_freed(patch: Patch) -> None:
         return [d for d in real(*arguments) if not isinstance(d, EndPool)]
 
     for name in ("receive", "expire_leases", "stop", "pool_failed", "pool_finished"):
-        around(patch, ServerSession, name, keep)
+        around(patch, ServerProtocol, name, keep)
 
 
 @bug()
 def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
-    finish = ServerSession.pool_finished
+    finish = ServerProtocol.pool_finished
     answered: set[tuple[SessionId, int]] = set()
 
     def answer_at_once(real: Any, self: Any, *arguments: Any) -> Any:
@@ -167,13 +167,13 @@ def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
             self, session, [o for o in ended if (session, o.block) not in answered]
         )
 
-    around(patch, ServerSession, "receive", answer_at_once)
-    around(patch, ServerSession, "pool_finished", finish_others)
+    around(patch, ServerProtocol, "receive", answer_at_once)
+    around(patch, ServerProtocol, "pool_finished", finish_others)
 
 
 @bug(faulty("kill_client", Profile()))
 def leases_never_expire(patch: Patch) -> None:
-    patch.setattr(ServerSession, "next_deadline", lambda self: math.inf)
+    patch.setattr(ServerProtocol, "next_deadline", lambda self: math.inf)
 
 
 @bug()
@@ -365,7 +365,7 @@ def a_reset_runs_twice(patch: Patch) -> None:
         decisions = real(self, *arguments)
         return [*decisions, *(d for d in decisions if isinstance(d, RunReset))]
 
-    around(patch, ServerSession, "receive", begin_twice)
+    around(patch, ServerProtocol, "receive", begin_twice)
 
 
 @bug(BATCHES)

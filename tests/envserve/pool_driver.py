@@ -86,7 +86,8 @@ def launcher_with(folder: Path, **modules: str) -> Iterator[Launcher]:
         (folder / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        with contextlib.closing(Launcher([MODULE, *modules])) as launcher:
+        imports = [MODULE, *modules]
+        with contextlib.closing(Launcher(imports, ["CartPole-v1"])) as launcher:
             yield launcher
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from envserve.lane import Outcome
 from envserve.wire.bodies import CallBody, ResetBody
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer, make_attach, make_call
 
@@ -79,9 +79,9 @@ class RawClient:
         self, outcomes: Sequence[Outcome], absent: Sequence[int] = ()
     ) -> list[Message]:
         """Deliver outcomes from the pool; return the server's replies."""
-        session = self.server.session
+        protocol = self.server.protocol
         self.server.carry_out(
-            session.pool_finished(("", SESSION), outcomes, absent), 0.0
+            protocol.pool_finished(("", SESSION), outcomes, absent), 0.0
         )
         return self.take_replies()
 

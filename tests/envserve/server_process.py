@@ -13,8 +13,8 @@ from typing import Self
 
 import zmq
 
-from benchmarks.lab.processes import kill_all, vitals_of, with_descendants
-from envserve.client.link.probe import request_welcome
+from benchmarks.support.processes import kill_all, usage_of, with_descendants
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.keys.key_folder import KeyFolder
 from envserve.settings import PoolSettings
 from envserve.wire.handshake import Welcome
@@ -147,9 +147,9 @@ class ServerProcess:
     @property
     def resident_bytes(self) -> int:
         """The server process's resident memory in bytes."""
-        vitals = vitals_of(self.process.pid)
-        assert vitals is not None
-        return vitals.resident_bytes
+        usage = usage_of(self.process.pid)
+        assert usage is not None
+        return usage.resident_bytes
 
     def welcome(self) -> Welcome:
         return request_welcome(self.address, 20.0, insecure=self.is_insecure)

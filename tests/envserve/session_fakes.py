@@ -1,4 +1,4 @@
-"""A server session with pools that tests control, and helpers for both sides."""
+"""A server with pools that tests control, and helpers for both sides."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from envserve.session.server.decisions import (
     SessionId,
     StartPool,
 )
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
@@ -107,7 +107,7 @@ class FakePool(MemoryPool):
 
 @dataclass
 class FakeServer:
-    """Carries out the decisions of a `ServerSession`, and collects its replies."""
+    """Carries out the decisions of a `ServerProtocol`, and collects its replies."""
 
     policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
@@ -118,7 +118,7 @@ class FakeServer:
     audits: list[Audit] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.session = ServerSession(self.policy, (SPEC.env_name,), self.boot)
+        self.protocol = ServerProtocol(self.policy, (SPEC.env_name,), self.boot)
 
     def status_body(self, user: str, now: float) -> bytes:
         return ServerStatus().encode()
@@ -129,7 +129,7 @@ class FakeServer:
         return FrameResult(), b""
 
     def receive(self, peer: Peer, frames: Sequence[Buffer], now: float) -> None:
-        self.carry_out(self.session.receive(peer, frames, now), now)
+        self.carry_out(self.protocol.receive(peer, frames, now), now)
 
     def replies_to(self, kind: MessageType | int, **fields: Any) -> list[Message]:
         """Return the server's replies to a message, by default one of session 11."""
@@ -153,7 +153,7 @@ class FakeServer:
             elif isinstance(decision, EndPool):
                 if decision.session in self.pools:  # otherwise the ATTACH was queued
                     self.pools.pop(decision.session).close()
-                self.carry_out(self.session.pool_closed(decision.session), now)
+                self.carry_out(self.protocol.pool_closed(decision.session), now)
             elif not isinstance(decision, BeginDrain):
                 self.pools[decision.session].begin(decision)
 
@@ -161,25 +161,25 @@ class FakeServer:
         request, payload = decision.request, b""
         user = request.peer[-1]
         if isinstance(decision, ReplyWelcome):
-            body = self.session.leases.welcome_for(user).encode()
+            body = self.protocol.leases.welcome_for(user).encode()
         elif isinstance(decision, ReplyStatus):
             body = self.status_body(user, now)
         else:
             assert isinstance(decision, ReplyFrame), decision
             result, payload = self.read_frames(decision.session, decision.frame_request)
             body = result.encode()
-        return self.session.answer(request, body, payload)
+        return self.protocol.answer(request, body, payload)
 
     def build(self, session: SessionId, now: float) -> None:
         pool = self.pools[session]
         self.carry_out(
-            self.session.pool_ready(session, pool.spec, pool.blocks, pool.rows, now),
+            self.protocol.pool_ready(session, pool.spec, pool.blocks, pool.rows, now),
             now,
         )
 
     def finish(self, session: SessionId, block: int, now: float) -> None:
         finished = self.pools[session].finish(block)
-        self.carry_out(self.session.pool_finished(session, [finished]), now)
+        self.carry_out(self.protocol.pool_finished(session, [finished]), now)
 
     def finish_all(self, now: float) -> None:
         for session, pool in list(self.pools.items()):
@@ -188,7 +188,7 @@ class FakeServer:
                     self.finish(session, block, now)
 
     def poll(self, now: float) -> None:
-        self.carry_out(self.session.expire_leases(now), now)
+        self.carry_out(self.protocol.expire_leases(now), now)
 
     def take_replies(self) -> list[list[Buffer]]:
         replies, self.replies = self.replies, []

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import ConnectError, SpaceError
 from envserve.lane import Lane
 from envserve.pool.pool import Pool

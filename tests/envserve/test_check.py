@@ -44,7 +44,8 @@ def check(server: Server, *options: str) -> Result:
     """Run the command on an in-process server, without a socket."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "envserve.client.link.probe.request_welcome", lambda *_, **__: None
+            "envserve.client.link.sessionless_requests.request_welcome",
+            lambda *_, **__: None,
         )
         link = "envserve.check.probe_client.SocketLink"
         patch.setattr(link, lambda address, insecure: MemoryLink(server))

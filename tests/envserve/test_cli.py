@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import with_descendants
+from benchmarks.support.processes import with_descendants
 from envserve.address import is_local_address
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.client import BatchEnv

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib
 import json
 import logging
@@ -29,7 +30,7 @@ from envserve.errors import CallError, ConnectError, EnvStartError
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.health_probe import HealthProblem
-from envserve.python_process import build_commit
+from envserve.python_process import build_commit, uncollected_imports
 from envserve.settings import HostSettings
 from ppo.cli.app import PROGRAM as PPO
 
@@ -131,6 +132,14 @@ def test_the_commit_is_that_of_the_clone_or_of_the_build(
     assert build_commit() == ""
     monkeypatch.setattr(python_process, "clone_folder", lambda: None)
     assert build_commit() == "1a2b3c4"
+
+
+def test_imported_modules_are_excluded_from_garbage_collection() -> None:
+    before = gc.get_freeze_count()
+    with uncollected_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > before
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

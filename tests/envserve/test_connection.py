@@ -139,7 +139,7 @@ def test_one_thread_attaches_all_lanes(wait_until: WaitUntil) -> None:
             )
             stack.callback(lane.close)
         assert names().count("attacher") == 1
-        assert not any(name.startswith("keeper") for name in names())
+        assert not any(name.startswith("keepalive") for name in names())
     wait_until(lambda: "attacher" not in names(), 20)
 
 
@@ -148,8 +148,8 @@ def test_the_lanes_of_a_batch_share_threads(serve: Serve) -> None:
     before = num_threads()
     with BatchEnv.connect("CartPole-v1", [address] * 4, 8, seed=0) as batch:
         batch.reset()
-        keepers, closer = 4, 1
-        most = before + keepers + closer + max(1, min(4, num_cores() // 2))
+        keepalive_threads, closer = 4, 1
+        most = before + keepalive_threads + closer + max(1, min(4, num_cores() // 2))
         assert num_threads() <= most
     assert num_threads() == before
 

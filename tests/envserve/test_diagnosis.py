@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from envserve.client.link import probe
+from envserve.client.link import sessionless_requests
 from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.diagnosis import (
@@ -282,7 +282,7 @@ def test_an_unknown_host_name_is_reported_after_the_timeout(
     address = "tcp://nobody.invalid:1"
     text = "nobody.invalid:1: cannot resolve the host name"
     with pytest.raises(ConnectError, match=text):
-        probe.request_welcome(address, 20.0, insecure=True)
+        sessionless_requests.request_welcome(address, 20.0, insecure=True)
     started = time.monotonic()
     lane = RemoteLane(
         address, make_config(), Timeouts(connect_seconds=5.0), insecure=True
@@ -299,7 +299,7 @@ def test_a_request_reports_a_refused_connection() -> None:
         f"`envserve start --bind {address}` on that host"
     )
     with pytest.raises(ConnectError) as error:
-        probe.request_welcome(address, 20.0, insecure=True)
+        sessionless_requests.request_welcome(address, 20.0, insecure=True)
     assert str(error.value) == text
 
 
@@ -343,7 +343,7 @@ def test_a_lane_logs_a_refused_connection_and_waits_for_the_server(
 def test_a_listener_that_does_not_answer_is_reported(listen: Listen) -> None:
     address = listen(Router).address
     with pytest.raises(ConnectError, match=r"within 3 s; another program may"):
-        probe.request_welcome(address, 3.0, insecure=True)
+        sessionless_requests.request_welcome(address, 3.0, insecure=True)
 
 
 # One case per finding that prevents a connection.

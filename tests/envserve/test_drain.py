@@ -10,11 +10,11 @@ from envserve.cli.app import PROGRAM
 from envserve.client.link.connection import Connection
 from envserve.errors import ConnectError
 from envserve.session.server.decisions import Audit, BeginDrain, Reply
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.bodies import Drain
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve
@@ -25,9 +25,11 @@ from tests.envserve.test_server_keys import homes as homes
 def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
     """Return the replies to a user's ASK_DRAIN, and the number of drains started."""
     host = HostSettings(drain_grace_seconds=8.0)
-    session = ServerSession(host, (), boot=7)
+    protocol = ServerProtocol(host, (), boot=7)
     frames = encode(Message(MessageType.ASK_DRAIN, request=3, body=b"drain"))
-    received = [session.receive((0, b"route", user), frames, 0.0) for _ in range(times)]
+    received = [
+        protocol.receive((0, b"route", user), frames, 0.0) for _ in range(times)
+    ]
     decisions = [decision for each in received for decision in each]
     assert all(isinstance(d, Reply | Audit | BeginDrain) for d in decisions)
     num_drains = sum(isinstance(decision, BeginDrain) for decision in decisions)
@@ -105,7 +107,7 @@ def answer_as(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
             raise ConnectError("no answer")
         return Message(kind, boot=boot)
 
-    monkeypatch.setattr("envserve.client.link.probe.request", answer)
+    monkeypatch.setattr("envserve.client.link.sessionless_requests.request", answer)
 
 
 def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:

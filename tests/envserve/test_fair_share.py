@@ -54,7 +54,7 @@ class Loop:
             )
             counter = self.handled if is_admitted else self.dropped
             counter[user] = counter.get(user, 0) + 1
-        pause = self.fair_share.end_turn(is_drained=not users)
+        pause = self.fair_share.end_turn(has_unread=bool(users))
         self.now = max(self.now + 1e-5, min(self.now + pause, due))
         return users
 
@@ -159,7 +159,7 @@ def test_time_spent_on_dropped_frames_is_charged_to_their_sender(user: str) -> N
         fair_share.admits((1, b"a", "ann"), 100)
         fair_share.charge(now := now + COST, "ann")
         fair_share.charge(now := now + 2e-3, user)
-        fair_share.end_turn(is_drained=False)
+        fair_share.end_turn(has_unread=True)
     assert fair_share.throttled == user
 
 
@@ -183,7 +183,7 @@ def test_a_user_that_continues_to_flood_while_dropped_is_reported_as_a_flooder(
     for _ in range(count):
         assert not fair_share.admits((1, b"r", user), num_bytes)
     fair_share.charge(100.02, user)
-    fair_share.end_turn(is_drained=False)
+    fair_share.end_turn(has_unread=True)
     assert fair_share.flooder == (user if is_flood else None)
 
 
@@ -197,7 +197,7 @@ def test_malformed_messages_count_by_their_bytes(
         assert fair_share.admits((1, b"r", "mallory"), num_bytes)
         fair_share.record_dropped("mallory", 0, num_bytes)
     fair_share.charge(100.02, "mallory")
-    fair_share.end_turn(is_drained=False)
+    fair_share.end_turn(has_unread=True)
     assert (fair_share.flooder == "mallory") is is_flood
 
 

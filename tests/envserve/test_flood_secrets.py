@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import with_descendants
+from benchmarks.support.processes import with_descendants
 from envserve.keys import formats
 from envserve.keys.key_folder import KeyFolder
 from envserve.wire.message import Buffer

@@ -28,7 +28,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message, Peer, decode, encode
 from tests.command_line import invoke
 
@@ -267,5 +267,5 @@ def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
         SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=timeout
     )
     picture, statuses = picture_of(pool)
-    assert picture.text == "no picture: render() crashed or hung 2 times"
+    assert picture.text == "no image: render() crashed or hung 2 times"
     assert [s for s in statuses if s is not Status.OK] == [status] * 2

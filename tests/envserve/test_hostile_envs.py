@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import is_running
+from benchmarks.support.processes import is_running
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from tests.envserve.conftest import Join, Serve, WaitUntil

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
-from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import EnvTimeout, RemoteProtocolError, ServerError, ServerLost
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
@@ -251,7 +251,7 @@ def test_rows_that_need_too_much_memory_are_refused(host: Host) -> None:
     assert time.monotonic() - started < 40.0
 
 
-def test_an_unexpected_failure_in_the_keeper_thread_ends_the_lane_immediately(
+def test_an_unexpected_failure_in_the_keepalive_thread_ends_the_lane_immediately(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

@@ -37,7 +37,7 @@ class Draw(gymnasium.Env):
     def step(self, action):
         return np.array([self.draw()], float), 0.0, False, False, {}
 """
-#: Code that defines `draw`, by the place of the generator that it uses.
+#: Definitions of `draw`, each with its generator in another place, by that place.
 GENERATORS = {
     "module": "draw = lambda: random.random()",
     "numpy": "draw = lambda: np.random.rand()",

@@ -21,7 +21,8 @@ from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder, Role
 from envserve.keys.key_pair import KeyPair
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Join
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Join
 from envserve.wire.message import Message, decode, encode
 from tests.command_line import invoke
 from tests.envserve.conftest import PATIENCE, Serve, WaitUntil

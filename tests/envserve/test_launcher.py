@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lab.processes import is_running
+from benchmarks.support.processes import is_running
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit

@@ -16,8 +16,8 @@ import pytest
 import zmq
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.client.link.zmq_guards.resolver import needs_no_lookup, resolve_host
 from envserve.errors import ConnectError

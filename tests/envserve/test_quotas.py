@@ -10,10 +10,11 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.session.server.decisions import SessionId
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Message, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 
@@ -30,7 +31,7 @@ class KeyServer(FakeServer):
         self.numbers: Iterator[int] = count(1)
 
     def __post_init__(self) -> None:
-        self.session = ServerSession(
+        self.protocol = ServerProtocol(
             self.policy, NAMES, self.boot, grant_of=lambda name: self.grants.get(name)
         )
 
@@ -216,7 +217,7 @@ def test_four_leases_of_a_user_are_built_concurrently(way: str) -> None:
     else:
         server.pools.pop(("ann", 2)).close()
         server.carry_out(
-            server.session.pool_broken(("ann", 2), LookupError("x")),  # type: ignore[arg-type]
+            server.protocol.pool_broken(("ann", 2), LookupError("x")),  # type: ignore[arg-type]
             1.0,
         )
     assert ("ann", 6) in server.pools
@@ -300,7 +301,7 @@ def test_a_lease_exposes_the_attributes_that_its_key_may_use() -> None:
     )
     for number, user in enumerate(("ann", "local"), 1):
         server.attach(user)
-        record = server.session.leases[user, number]
+        record = server.protocol.leases[user, number]
         assert record.settings.exposed == (
             {"get:level"} if user == "ann" else {"level", "set:level"}
         )
@@ -324,20 +325,20 @@ def test_session_numbers_are_not_logged(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level("DEBUG"):
         body = make_attach(num_envs=1).encode()
         server.send("ann", MessageType.ATTACH, session=number, body=body)
-        assert server.session.leases.name_of(("ann", number)) == "lease 1 of ann"
+        assert server.protocol.leases.name_of(("ann", number)) == "lease 1 of ann"
         server.detach(("ann", number))
     assert "lease 1 of ann: 1 Fake-v0, ended (detached)" in caplog.text
     for text in (f"{number:x}", str(number)):
         assert text not in caplog.text
-    assert server.session.leases.name_of(("ann", number)) == "a lease that has ended"
+    assert server.protocol.leases.name_of(("ann", number)) == "a lease that has ended"
 
 
 def test_a_client_whose_key_was_removed_is_notified_once() -> None:
     server = KeyServer(grant(), grant("bob"))
     for user in ("ann", "bob"):
         server.attach(user)
-    leases = server.session.leases
+    leases = server.protocol.leases
     first, second = leases.close_users({"ann"}), leases.close_users({"ann"})
     assert [type(decision).__name__ for decision in first] == ["Reply", "EndPool"]
     assert not second
-    assert server.session.refusals == {"LEASE_LOST": 1}
+    assert server.protocol.refusals == {"LEASE_LOST": 1}

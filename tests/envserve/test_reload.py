@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import is_running, with_descendants
+from benchmarks.support.processes import is_running, with_descendants
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import EnvStartError
 from envserve.server import reload

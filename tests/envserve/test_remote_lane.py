@@ -61,13 +61,15 @@ def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
     finish(lane)
 
 
-def test_messages_received_by_the_keeper_make_the_descriptor_readable(
+def test_messages_received_by_the_keepalive_thread_make_the_descriptor_readable(
     lane: RemoteLane, wait_until: WaitUntil
 ) -> None:
     operations = lane._session.client_blocks
     for action in range(3):
         submit(lane, action)
-        wait_until(lambda: len(operations.ended) == 2)  # received by the keeper
+        wait_until(
+            lambda: len(operations.ended) == 2
+        )  # received by the keep-alive thread
         assert select.select([lane.fileno()], [], [], 20)[0]
         assert len(lane.collect(0)) == 2
         assert lane.collect(0) == []
@@ -95,7 +97,7 @@ def test_a_lane_is_watched_until_the_caller_waits_for_it_alone(
         driver.due_at = math.inf  # no run is due
 
     def record_poll(connection: Connection) -> tuple[bool, bool]:
-        if threading.get_ident() == caller:  # and not the keeper
+        if threading.get_ident() == caller:  # and not the keep-alive thread
             polls.append(connection)
         return poll(connection)
 
@@ -289,9 +291,9 @@ def collect_by_descriptor(lane: RemoteLane, deadline: float) -> int:
 def test_waiting_for_the_descriptor_resends_once_there_is_a_connection(
     server: ServerProcess, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Disable all timers and the keeper, so that only the descriptor wakes the lane.
+    # Disable all timers, so that only the descriptor wakes the lane.
     monkeypatch.setattr(requests, "_FIRST_RESEND_SECONDS", 1000.0)
-    monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
+    monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
     monkeypatch.setattr(remote_lane, "SLICE_SECONDS", 1000.0)
     monkeypatch.setattr(connection, "SLICE_SECONDS", 1000.0)
     with Proxy(server.address) as proxy:

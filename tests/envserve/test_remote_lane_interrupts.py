@@ -23,6 +23,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Waker
+from envserve.errors import LocalProtocolError
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
@@ -104,7 +105,9 @@ class MemoryConnection:
             for session, pool in list(self.server.pools.items()):
                 outcomes = [pool.finish(b) for b in {*pool.running} - self.slow]
                 absent = self.slow & pool.running.keys()
-                decisions = self.server.session.pool_finished(session, outcomes, absent)
+                decisions = self.server.protocol.pool_finished(
+                    session, outcomes, absent
+                )
                 self.server.carry_out(decisions, now)
             self._take()
         return self._replies.popleft() if self._replies else None  # type: ignore[return-value]
@@ -133,7 +136,7 @@ class MemoryConnection:
 def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     MemoryConnection.made = []
     monkeypatch.setattr(remote_lane, "Connection", MemoryConnection)
-    monkeypatch.setattr(remote_lane, "_KEEPER_SECONDS", 1000.0)
+    monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
 
 
 class Run:
@@ -350,6 +353,29 @@ def test_an_interrupt_while_a_step_is_sent_costs_nothing(
             _, result = batch.recv(2)
             assert result.valid.all()
             np.testing.assert_array_equal(result.reward, 9)
+
+
+def test_a_reset_that_is_interrupted_once_it_was_sent_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with Run() as run:
+        batch = run.batch
+        send_reset = batch.send_reset
+
+        def interrupt(*arguments: Any, **options: Any) -> None:
+            send_reset(*arguments, **options)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(batch, "send_reset", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            batch.reset()
+        monkeypatch.undo()
+        run.shown = batch.reset()
+        batch.send_reset()
+        with pytest.raises(LocalProtocolError, match="a reset is in flight"):
+            batch.reset()
+        run.shown = batch.recv_reset()
+        assert run.step().valid.all()
 
 
 def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(

@@ -200,7 +200,7 @@ def test_corrupt_requests_do_not_prevent_new_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "says"),
+    ("frame", "text"),
     [
         ("S F\nH G", "S F\nH G"),
         (None, "got None"),
@@ -212,14 +212,14 @@ def test_corrupt_requests_do_not_prevent_new_ones() -> None:
         ("\x1b[H" + "a" * 5000, "\\x1b[Ha"),
     ],
 )
-def test_frames_that_are_no_pictures_are_described(
-    studio: Studio, frame: Any, says: str
+def test_frames_that_are_no_images_are_described(
+    studio: Studio, frame: Any, text: str
 ) -> None:
     studio.envs[0].frame = frame
     studio.watch(0, 1)
     studio.look()
     studio.look(1.0)
-    assert says in studio.see(0).text
+    assert text in studio.see(0).text
     assert studio.see(0).jpeg == b""
     assert studio.see(1).jpeg, "it costs other rows nothing"
 

@@ -130,7 +130,7 @@ def test_wrappers_and_seeds_of_functions_are_those_of_async_vector_env() -> None
         return thunk
 
     env_fns = [make(index) for index in range(2)]
-    told = []
+    all_rows = []
     for vector in (AsyncVectorEnv, envserve.make_vec):
         with contextlib.closing(vector(env_fns)) as envs:
             rows: list[Any] = [envs.reset(seed=3)[0]]
@@ -138,9 +138,9 @@ def test_wrappers_and_seeds_of_functions_are_those_of_async_vector_env() -> None
                 *row, info = envs.step(np.ones(2, int))
                 episode = info.get("episode", {})
                 rows += row + [episode.get(key, 0) for key in ("r", "l")]
-        told.append(rows)
-    assert all(map(np.array_equal, *told))
-    assert any(np.any(length) for length in told[0][6::6])
+        all_rows.append(rows)
+    assert all(map(np.array_equal, *all_rows))
+    assert any(np.any(length) for length in all_rows[0][6::6])
 
 
 def test_a_batch_takes_functions_classes_and_specs() -> None:

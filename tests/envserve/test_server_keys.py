@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from envserve.client.link.probe import request_welcome
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import ConnectError
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import with_descendants
+from benchmarks.support.processes import with_descendants
 from envserve.errors import EnvStartError
 from envserve.slab import Status
 from tests.envserve.conftest import Join, Serve

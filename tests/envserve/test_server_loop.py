@@ -30,12 +30,13 @@ from envserve.server.router import Router
 from envserve.server.zmq_guards.send_budget import SendBudget
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.session.server.decisions import Decision, Reply, ResendLimiter
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.bodies import Attach, ResetBody
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.sockets import raise_file_limit
@@ -85,19 +86,19 @@ class Peer:
 
 @asynccontextmanager
 async def running(
-    folder: Path, kind: type[ServerSession] = ServerSession
+    folder: Path, kind: type[ServerProtocol] = ServerProtocol
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
     """Run a ServerLoop in this process, with a connected peer."""
     host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
     names = offered_names(("CartPole-v1", FAULTY), ("tests.oracle.probe_envs",))
-    session = kind(host, names, BOOT)
+    protocol = kind(host, names, BOOT)
     peers = zmq.asyncio.Context()
     loop = asyncio.get_running_loop()
     sockets = ServerSockets([address := f"ipc://{folder}/socket"], 1 << 20, loop)
     sockets.listen()
     router = Router(sockets, SendBudget(0, 0))
     launcher = Launcher(["tests.oracle.probe_envs"])
-    server_loop = ServerLoop(host, router, session, launcher, asyncio.Event())
+    server_loop = ServerLoop(host, router, protocol, launcher, asyncio.Event())
     try:
         yield server_loop, Peer(peers, address)
     finally:
@@ -107,8 +108,8 @@ async def running(
         sockets.close()
 
 
-class CountingSession(ServerSession):
-    """A session that sets an event after 100 messages, too many for one turn."""
+class CountingProtocol(ServerProtocol):
+    """A protocol that sets an event after 100 messages, too many for one turn."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -124,7 +125,7 @@ class CountingSession(ServerSession):
         return super().receive(peer, frames, now)
 
 
-class FailingSession(CountingSession):
+class FailingProtocol(CountingProtocol):
     def receive(
         self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
     ) -> list[Decision]:
@@ -135,16 +136,16 @@ class FailingSession(CountingSession):
 
 
 async def all_received(server_loop: ServerLoop) -> None:
-    session = server_loop._session
-    assert isinstance(session, CountingSession)
+    protocol = server_loop._protocol
+    assert isinstance(protocol, CountingProtocol)
     async with asyncio.timeout(20):
-        await session.has_received_all.wait()
+        await protocol.has_received_all.wait()
 
 
 async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, FailingSession) as (server_loop, peer):
+    async with running(tmp_path, FailingProtocol) as (server_loop, peer):
         for _ in range(100):  # more than one turn reads
             await peer.send(MessageType.PING, 9)
         await all_received(server_loop)
@@ -159,8 +160,8 @@ async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
     assert len(caplog.records) < 10  # at most one line per second
 
 
-class SlowSession(CountingSession):
-    """A session that takes 1 ms per message, and counts each turn's messages."""
+class SlowProtocol(CountingProtocol):
+    """A protocol that takes 1 ms per message, and counts each turn's messages."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -182,15 +183,15 @@ class SlowSession(CountingSession):
 
 
 async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) -> None:
-    async with running(tmp_path, SlowSession) as (server_loop, peer):
-        session = server_loop._session
-        assert isinstance(session, SlowSession)
-        session.count_turns(asyncio.get_running_loop())
+    async with running(tmp_path, SlowProtocol) as (server_loop, peer):
+        protocol = server_loop._protocol
+        assert isinstance(protocol, SlowProtocol)
+        protocol.count_turns(asyncio.get_running_loop())
         for _ in range(100):
             await peer.send(MessageType.PING, 9)
         await all_received(server_loop)
         # One asyncio turn can read twice: a scheduled read, and one for a new event.
-        assert max(session.turns.values()) <= 2 * 2
+        assert max(protocol.turns.values()) <= 2 * 2
 
 
 async def test_too_many_open_files_end_only_one_session(

@@ -17,7 +17,8 @@ from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.sockets import use_keys
 from tests.envserve.conftest import Join, Serve, WaitUntil

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -47,6 +47,24 @@ def test_a_restart_costs_each_row_one_lost_transition(
             assert len(seeds) == 2 + restart
             (stats,) = batch.stats().lanes.values()
             assert stats["reattaches"] == 1 + restart
+
+
+def test_with_next_step_the_infos_of_the_reset_after_a_restart_are_returned(
+    serve: Serve,
+) -> None:
+    server = serve()
+    options: dict[str, Any] = {"autoreset": "next_step", "infos": "all"}
+    with BatchEnv.connect(LEDGER, [server.address], 4, **options) as batch:
+        batch.reset()
+        server.kill()
+        server.restart()
+        server.wait_until_ready()
+        assert {*batch.step(np.full(4, 1)).infos[3]} == {"fault"}
+        batch.reset([0])
+        result = batch.step(np.full(4, 1))
+        assert result.status.tolist() == [Status.PENDING, *[Status.OK] * 3]
+        assert result.infos == {row: {"reset_of_episode": 0} for row in (1, 2, 3)}
+        assert {*batch.step(np.full(4, 1)).infos[0]} == {"step", "weights"}
 
 
 class Pair:

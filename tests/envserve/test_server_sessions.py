@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lab.processes import is_running, with_descendants
+from benchmarks.support.processes import is_running, with_descendants
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.errors import EnvsBusy, EnvStartError, ServerLost, UnknownEnv
 from envserve.lane import Outcome

@@ -174,7 +174,7 @@ def split_pair(**options: Any) -> tuple[FakeServer, ClientSession]:
     client.rows.action[0][:] = 5
     client.submit_step([0, 1], 1.0)
     exchange(client, server, 1.0)
-    server.carry_out(server.session.pool_finished(("", 11), [], {1}), 1.0)
+    server.carry_out(server.protocol.pool_finished(("", 11), [], {1}), 1.0)
     server.finish(("", 11), 0, 1.0)
     return server, client
 

@@ -23,7 +23,8 @@ from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
@@ -102,7 +103,7 @@ def test_a_repeated_attach_creates_one_lease() -> None:
     assert last is MessageType.GRANTED
     assert len({decode(r).epoch for r in replies if len(r[0]) > 200}) == 1
     assert len(server.pools) == 1
-    assert server.session.leases.num_free_envs == 128 - 4
+    assert server.protocol.leases.num_free_envs == 128 - 4
     for reply in replies:
         client.receive(reply, 0.1)
     assert state_of(client) is ClientState.READY
@@ -169,7 +170,7 @@ def test_spare_envs_count_as_leased() -> None:
     client = attach(server, num_envs=3, spare_envs=True)
     assert server.pools["", 11].config.spare_envs is True
     assert client.rows.reward.shape == (3,)
-    assert server.session.leases.num_free_envs == 2
+    assert server.protocol.leases.num_free_envs == 2
     error = failed_client(server, num_envs=2, spare_envs=True)
     assert isinstance(error, EnvsBusy)
     assert (
@@ -218,14 +219,14 @@ def test_a_failed_build_is_reported_with_the_remote_traceback(
 ) -> None:
     server = FakeServer(builds_at_once=False)
     client = try_to_attach(server)
-    server.carry_out(server.session.pool_failed(("", 11), failure), 0.0)
+    server.carry_out(server.protocol.pool_failed(("", 11), failure), 0.0)
     assert server.take_replies()  # but the reply is lost
     client.advance(1.0)
     exchange(client, server, 1.0)
     assert isinstance(client.error, EnvStartError)
     assert client.error.remote_traceback == traceback
     assert str(client.error).startswith("tcp://fake:1: ")
-    assert server.session.leases.num_free_envs == 128
+    assert server.protocol.leases.num_free_envs == 128
 
 
 def test_incompatible_versions_are_an_error_on_both_sides() -> None:

@@ -40,7 +40,7 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     for block in range(8):
         (answer,) = client.deliver_outcomes([Outcome(block, result=picture)])
         assert bytes(answer.payload) == picture
-    (lease,) = [record.lease for record in client.server.session.leases.values()]
+    (lease,) = [record.lease for record in client.server.protocol.leases.values()]
     assert lease is not None
     assert lease.result_cache.num_bytes == 3 * len(picture)
     again = client.send(changed(frames, attempt=1))

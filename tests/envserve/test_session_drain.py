@@ -31,7 +31,7 @@ GRACE = 8.0
 
 
 def drain(server: FakeServer, now: float = 0.0) -> None:
-    server.carry_out(server.session.begin_drain(GRACE), now)
+    server.carry_out(server.protocol.begin_drain(GRACE), now)
 
 
 def step(client: ClientSession, server: FakeServer, *blocks: int) -> list[Outcome]:
@@ -55,9 +55,9 @@ def test_a_server_that_drains_or_stops_grants_no_leases(is_stopped: bool) -> Non
     server = FakeServer()
     assert not welcome_of(server).is_draining
     drain(server)
-    assert server.session.has_ended  # immediately, because there are no leases
+    assert server.protocol.has_ended  # immediately, because there are no leases
     if is_stopped:
-        server.carry_out(server.session.stop(), 0.0)
+        server.carry_out(server.protocol.stop(), 0.0)
     client = try_to_attach(server)
     assert isinstance(client.error, ServerDraining)
     assert isinstance(client.error, EnvsBusy)
@@ -124,7 +124,7 @@ def test_a_reset_ends_an_episode_but_a_failed_operation_does_not() -> None:
     exchange(client, server, 0.0)
     failed = pool.finish(1, error=LeaseLost("the rows are invalid"))
     pool.rows.terminated[2:] = True
-    server.carry_out(server.session.pool_finished(("", 11), [failed]), 0.0)
+    server.carry_out(server.protocol.pool_finished(("", 11), [failed]), 0.0)
     exchange(client, server, 0.0)
     client.collect()
     for block in (0, 1):
@@ -147,9 +147,9 @@ def test_a_reset_of_some_rows_does_not_end_the_episodes_of_the_others() -> None:
 def test_a_drain_does_not_wait_for_a_client_that_was_silent_for_too_long() -> None:
     server, client = make_pair()
     drain(server)
-    server.carry_out(server.session.expire_leases(1000.0), 1000.0)
+    server.carry_out(server.protocol.expire_leases(1000.0), 1000.0)
     assert not server.pools
-    assert server.session.has_ended
+    assert server.protocol.has_ended
     assert state_of(client) is ClientState.READY
 
 
@@ -159,7 +159,7 @@ def test_envs_that_are_being_built_are_not_granted() -> None:
     drain(server)
     exchange(client, server, 0.0)
     assert isinstance(client.error, ServerDraining)
-    assert server.session.leases.num_free_envs == 128
+    assert server.protocol.leases.num_free_envs == 128
 
 
 def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
@@ -168,7 +168,7 @@ def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
     client.submit_step([0], 0.0)
     exchange(client, server, 0.0)
     drain(server)
-    server.carry_out(server.session.stop("its grace period was over"), GRACE)
+    server.carry_out(server.protocol.stop("its grace period was over"), GRACE)
     exchange(client, server, GRACE)
     assert isinstance(client.error, LeaseLost)
     assert "drained: its grace period was over" in str(client.error)
@@ -178,7 +178,7 @@ def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
 
 def test_a_drain_is_over_when_every_client_was_notified() -> None:
     server = FakeServer()
-    assert not server.session.has_ended
+    assert not server.protocol.has_ended
     leaving, ended, late = (attach(server, session=number) for number in (1, 2, 3))
     drain(server)
     leaving.begin_close(0.0)
@@ -186,15 +186,15 @@ def test_a_drain_is_over_when_every_client_was_notified() -> None:
     ended.submit_reset([Reset(0), Reset(1)], 0.0)
     exchange(ended, server, 0.0)
     server.finish_all(0.0)
-    server.carry_out(server.session.stop(), 0.0)
+    server.carry_out(server.protocol.stop(), 0.0)
     assert not server.pools
     replies = server.take_replies()
     for client in (ended, late):
-        assert not server.session.has_ended
+        assert not server.protocol.has_ended
         for frames in replies:
             client.receive(frames, 0.0)
         exchange(client, server, 0.0)
-    assert server.session.has_ended
+    assert server.protocol.has_ended
 
 
 def test_a_server_that_stops_does_not_wait_for_a_client_that_has_detached() -> None:
@@ -202,8 +202,8 @@ def test_a_server_that_stops_does_not_wait_for_a_client_that_has_detached() -> N
     client.begin_close(0.0)
     decisions = []
     for frames in take_outgoing(client):
-        decisions += server.session.receive((b"route", ""), frames, 0.0)
-    server.carry_out(server.session.stop(), 0.0)
-    assert not server.session.has_ended
+        decisions += server.protocol.receive((b"route", ""), frames, 0.0)
+    server.carry_out(server.protocol.stop(), 0.0)
+    assert not server.protocol.has_ended
     server.carry_out(decisions, 0.0)  # its workers have exited
-    assert server.session.has_ended
+    assert server.protocol.has_ended

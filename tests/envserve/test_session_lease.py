@@ -303,7 +303,7 @@ def test_faults_and_errors_of_blocks_are_part_of_the_result(client: RawClient) -
 
 def test_a_step_makes_few_function_calls(client: RawClient) -> None:
     """Calls cause cache misses, because simulations run between two steps."""
-    session, counts = client.server.session, []
+    protocol, counts = client.server.protocol, []
     for seq in range(1, 21):
         frames = client.step(1, seq=seq)
         calls: list[Any] = []
@@ -313,12 +313,12 @@ def test_a_step_makes_few_function_calls(client: RawClient) -> None:
                 calls.append(frame.f_code)
 
         sys.setprofile(record)
-        decisions = session.receive((b"r", ""), frames, 0.0)
+        decisions = protocol.receive((b"r", ""), frames, 0.0)
         sys.setprofile(None)
         client.server.carry_out(decisions, 0.0)
         outcomes = [client.pool.finish(block) for block in (0, 1)]
         sys.setprofile(record)
-        (reply,) = session.pool_finished(("", SESSION), outcomes)
+        (reply,) = protocol.pool_finished(("", SESSION), outcomes)
         sys.setprofile(None)
         assert isinstance(reply, Reply)
         counts.append((len(calls), len(set(calls))))

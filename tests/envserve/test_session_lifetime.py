@@ -9,7 +9,7 @@ import pytest
 from envserve.errors import ConnectError, LeaseLost, ServerError, ServerLost
 from envserve.session.states import ClientState
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import (
     FakeServer,
@@ -52,12 +52,12 @@ def test_pings_keep_an_idle_lease_alive() -> None:
 def test_a_silent_client_loses_its_lease() -> None:
     server = FakeServer()
     attach(server)
-    assert server.session.next_deadline() == 60.0
+    assert server.protocol.next_deadline() == 60.0
     server.poll(59.9)
     assert server.pools
     server.poll(60.0)
     assert not server.pools
-    assert server.session.leases.num_free_envs == 128
+    assert server.protocol.leases.num_free_envs == 128
 
 
 def test_operations_fail_when_the_server_is_lost() -> None:
@@ -113,7 +113,7 @@ def test_a_detach_frees_the_envs_and_may_be_repeated() -> None:
     client.begin_close(0.0)
     (frames,) = take_outgoing(client)
     server.receive((b"r", ""), frames, 0.0)
-    assert server.session.leases.num_free_envs == 128
+    assert server.protocol.leases.num_free_envs == 128
     server.receive((b"r", ""), frames, 0.0)
     first, second = server.take_replies()
     client.receive(first, 0.0)
@@ -125,10 +125,10 @@ def test_envs_are_free_only_when_their_workers_have_exited() -> None:
     server = FakeServer()
     attach(server, num_envs=100)
     detach = Message(type=MessageType.DETACH, session=11, boot=77, request=9)
-    decisions = server.session.receive((b"r", ""), encode(detach), 0.0)
-    assert server.session.leases.num_free_envs == 28
+    decisions = server.protocol.receive((b"r", ""), encode(detach), 0.0)
+    assert server.protocol.leases.num_free_envs == 28
     server.carry_out(decisions, 0.0)
-    assert server.session.leases.num_free_envs == 128
+    assert server.protocol.leases.num_free_envs == 128
     (reply,) = server.take_replies()
     assert decode(reply).type is MessageType.DETACHED
 
@@ -157,7 +157,7 @@ def test_an_exception_while_handling_a_message_ends_only_its_session() -> None:
     attach(server)
     attach(server, session=12)
     ping = Message(type=MessageType.PING, session=11, boot=server.boot, request=7)
-    decisions = server.session.receive_failed((b"r", ""), encode(ping))
+    decisions = server.protocol.receive_failed((b"r", ""), encode(ping))
     server.carry_out(decisions, 0.0)
 
     answer, session_error = map(decode, server.take_replies())
@@ -171,18 +171,18 @@ def test_an_exception_while_handling_a_message_ends_only_its_session() -> None:
 def test_a_broken_pool_frees_its_envs() -> None:
     server = FakeServer()
     attach(server)
-    decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
+    decisions = server.protocol.pool_broken(("", 11), ServerError("it broke"))
     server.carry_out(decisions, 0.0)
     (reply,) = server.take_replies()
     assert "it broke" in ErrorBody.decode(decode(reply).body).text
-    assert server.session.leases.num_free_envs == 128
-    assert server.session.pool_broken(("", 11), ServerError("again")) == []
+    assert server.protocol.leases.num_free_envs == 128
+    assert server.protocol.pool_broken(("", 11), ServerError("again")) == []
 
 
 def test_any_request_reveals_a_missed_end_of_the_session() -> None:
     server = FakeServer()
     client = attach(server, kind=SingleLeaseSession)
-    decisions = server.session.pool_broken(("", 11), ServerError("it broke"))
+    decisions = server.protocol.pool_broken(("", 11), ServerError("it broke"))
     server.carry_out(decisions, 0.0)
     assert server.take_replies()  # the reply is lost
     client.submit_step([0], 1.0)
@@ -196,7 +196,7 @@ def test_a_lease_expires_exactly_at_the_next_deadline() -> None:
     server = FakeServer()
     attached_at = 31.1  # in floating point, (31.1 + 60) - 31.1 < 60
     attach(server, attached_at)
-    server.poll(server.session.next_deadline())
+    server.poll(server.protocol.next_deadline())
     assert not server.pools
 
 

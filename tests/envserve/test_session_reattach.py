@@ -10,7 +10,7 @@ from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
 from envserve.lane import Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
@@ -127,8 +127,8 @@ def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost()
 ):
     """Nobody else can lease the envs, and a new server may start soon."""
     server, client = make_pair(boot=1)
-    server.carry_out(server.session.begin_drain(1.0), 0.0)
-    server.carry_out(server.session.stop("its grace period was over"), 1.0)
+    server.carry_out(server.protocol.begin_drain(1.0), 0.0)
+    server.carry_out(server.protocol.stop("its grace period was over"), 1.0)
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, server, 1.0)
     assert now == pytest.approx(61.0, abs=1.0)
@@ -160,7 +160,7 @@ def test_a_build_that_fails_after_a_restart_is_requested_again() -> None:
     exchange(client, restarted, 1.0)
     (session,) = restarted.pools
     error = ServerError("the pool broke")
-    restarted.carry_out(restarted.session.pool_broken(session, error), 1.0)
+    restarted.carry_out(restarted.protocol.pool_broken(session, error), 1.0)
     restarted.pools.clear()
     restarted.builds_at_once = True
     pass_time(client, restarted, 1.0, until=5.0)
@@ -189,7 +189,7 @@ def test_envs_with_other_blocks_than_before_are_an_error() -> None:
 
 def test_an_env_that_is_no_longer_offered_is_an_error() -> None:
     client, restarted = attach_and_restart()
-    restarted.session = ServerSession(restarted.policy, ("Other-v0",), boot=2)
+    restarted.protocol = ServerProtocol(restarted.policy, ("Other-v0",), boot=2)
     client.submit_step([0, 1], 1.0)
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST

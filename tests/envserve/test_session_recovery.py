@@ -75,6 +75,26 @@ def test_with_next_step_the_step_after_a_restart_returns_the_first_observation()
     np.testing.assert_array_equal(rows.observation[0][:, 0], 1)
 
 
+def test_with_next_step_a_partial_reset_does_not_begin_other_episodes() -> None:
+    client = attach_and_step(autoreset="next_step")
+    client.record_connect(1.0)
+    restarted = FakeServer(boot=2)
+    step_all(client, restarted, 1.0)
+    client.submit_reset([Reset(0, (1,), (7,))], 1.0)
+    finish(client, restarted, 1.0)
+    rows = client.rows
+    assert rows.observation[0][:, 0].tolist() == [3, 0, 3, 3]
+    step_all(client, restarted, 1.0, 8)
+    assert rows.status.tolist() == [Status.OK, Status.PENDING, *OK[:2]]
+    assert not rows.reward.any()
+    assert not rows.truncated.any()
+    assert not rows.observation[0][:, 0].any()
+    step_all(client, restarted, 1.0, 8)
+    assert rows.status.tolist() == OK
+    assert rows.reward.tolist() == [8] * 4
+    assert rows.observation[0][:, 0].tolist() == [1] * 4
+
+
 @pytest.mark.parametrize("autoreset", ["next_step", "same_step"])
 @pytest.mark.parametrize("then", ["", "step", "reset", "invalidate"])
 def test_a_loss_after_the_end_of_all_episodes_costs_nothing_with_next_step(

@@ -13,7 +13,7 @@ from envserve.session.client import client_blocks
 from envserve.session.client.liveness import Liveness
 from envserve.slab import Status
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from tests.envserve.session_fakes import ADDRESS, SPEC

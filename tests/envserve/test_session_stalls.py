@@ -205,7 +205,7 @@ def test_an_operation_that_is_always_running_ends_at_the_limit(
     submit(client, kind, 0.0)
     exchange(client, server, 0.0)
     if is_absent:
-        server.carry_out(server.session.pool_finished(("", 11), [], {0, 1}), 0.0)
+        server.carry_out(server.protocol.pool_finished(("", 11), [], {0, 1}), 0.0)
     assert pass_time(client, server) == 200.0
     assert isinstance(client.error, ServerLost)
     text = f"the server has not finished {kind.name} of block 0 within 200 s"

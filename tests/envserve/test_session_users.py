@@ -9,7 +9,8 @@ import pytest
 
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, Peer, decode, encode
 from tests.envserve.session_fakes import FakeServer, make_attach
 
@@ -58,7 +59,7 @@ def server() -> FakeServer:
 def test_a_session_number_of_another_user_is_answered_like_an_unknown_one(
     server: FakeServer, kind: MessageType, fields: dict[str, object]
 ) -> None:
-    record = server.session.leases["ann", 11]
+    record = server.protocol.leases["ann", 11]
     before = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     executed = list(server.pools["ann", 11].executed)
     known, unknown = (
@@ -70,7 +71,7 @@ def test_a_session_number_of_another_user_is_answered_like_an_unknown_one(
         assert (known.epoch, unknown.epoch) == (2, 3)
         known.epoch, known.body = unknown.epoch, unknown.body
     assert dataclasses.replace(known, session=12) == unknown
-    record = server.session.leases["ann", 11]
+    record = server.protocol.leases["ann", 11]
     after = dataclasses.astuple(dataclasses.replace(record, lease=None, machine=None))  # type: ignore[arg-type]
     assert before == after
     assert server.pools["ann", 11].executed == executed
@@ -90,7 +91,7 @@ def test_a_message_that_fails_ends_no_session_of_another_user(
     server: FakeServer,
 ) -> None:
     ping = Message(type=MessageType.PING, session=11, boot=server.boot, epoch=1)
-    (answer,) = server.session.receive_failed(B, encode(ping))
+    (answer,) = server.protocol.receive_failed(B, encode(ping))
     assert answer.peer == B  # type: ignore[union-attr]
     assert send(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
 
@@ -116,7 +117,7 @@ def test_a_client_is_listed_by_its_user_and_the_name_that_it_sent(
     hello = Hello(client="gpu1:9").encode()
     send(server, B, MessageType.HELLO, body=hello)
     send(server, B, MessageType.ATTACH, body=OTHER)
-    assert server.session.leases["bob", 11].client == "bob (gpu1:9)"
+    assert server.protocol.leases["bob", 11].client == "bob (gpu1:9)"
     assert "lease 2 of bob: 1 Fake-v0, attaching" in caplog.text
 
 

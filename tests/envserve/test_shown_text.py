@@ -31,7 +31,8 @@ from envserve.text import (
     words_without_numbers,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Welcome, exception_of
+from envserve.wire.error_body import ErrorBody, exception_of
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message, encode
 from envserve.wire.result_report import ResultReport
 from tests.envserve.raw_client import RawClient, errors_in
@@ -117,7 +118,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
 def test_message_types_of_servers_are_dropped(kind: int) -> None:
     server = FakeServer()
     assert not server.replies_to(kind, request=1)
-    assert server.session.num_dropped_messages == 1
+    assert server.protocol.num_dropped_messages == 1
 
 
 # Host information that clients receive.

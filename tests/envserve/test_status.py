@@ -16,7 +16,8 @@ from envserve.server.status import Counters, StatusReporter
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.envserve.session_fakes import FakeServer, make_attach
@@ -48,10 +49,10 @@ class Board:
         self.counters = Counters(resends=1, dropped=2)
         self.board = StatusReporter(
             self.server.policy,
-            self.server.session,
+            self.server.protocol,
             self.pools,
             self.counters,
-            self.server.session.leases.welcome_for,
+            self.server.protocol.leases.welcome_for,
             self.loop,
         )
         patch.setattr(self.server, "status_body", self.board.report)
@@ -200,7 +201,7 @@ def test_decoding_escapes_control_characters_in_names(field: str) -> None:
 
 def test_a_user_whose_key_was_removed_is_refused(board: Board) -> None:
     board.attach("ann", 11)
-    board.server.session.quotas._grant_of = lambda user: cast(Grant, None)
+    board.server.protocol.quotas._grant_of = lambda user: cast(Grant, None)
     request = encode(Message(MessageType.STATUS, request=9))
     board.server.receive((b"route", "ann"), request, 1.0)
     (frames,) = board.server.take_replies()

@@ -29,7 +29,7 @@ from envserve.monitoring.server_monitor import (
     poll_servers,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Message, decode, encode
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 from tests.command_line import invoke

@@ -1,4 +1,4 @@
-"""Type checkers know the options of `make_vec` and `make`."""
+"""Type checkers check the options of `make_vec` and `make`."""
 
 from __future__ import annotations
 

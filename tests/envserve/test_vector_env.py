@@ -51,14 +51,16 @@ def test_reset_infos_of_a_server_may_have_any_type(make_envs: MakeEnvs) -> None:
     step = batch.step([0, 0])
     ended = np.array([True, True])
     infos: Any = {0: {"reset_info": 5, "a": 1}, 1: {"reset_info": {"b": 2}}}
-    told = envs._infos(step._replace(terminated=ended, infos=infos))
-    assert told["b"].tolist() == [0, 2]
-    assert told["final_info"]["a"].tolist() == [1, 0]
+    infos_by_key = envs._infos(step._replace(terminated=ended, infos=infos))
+    assert infos_by_key["b"].tolist() == [0, 2]
+    assert infos_by_key["final_info"]["a"].tolist() == [1, 0]
     infos = {0: {"fault": 7}, 1: {"fault": {"status": "TIMEOUT"}}}
     valid = np.array([True, False])
-    told = envs._infos(step._replace(terminated=ended, infos=infos, valid=valid))
-    assert told["_fault"].tolist() == [False, True]
-    assert told["final_info"]["fault"].tolist() == [7, 0]
+    infos_by_key = envs._infos(
+        step._replace(terminated=ended, infos=infos, valid=valid)
+    )
+    assert infos_by_key["_fault"].tolist() == [False, True]
+    assert infos_by_key["final_info"]["fault"].tolist() == [7, 0]
 
 
 def assert_equal_rows(ours: Any, theirs: Any) -> None:

@@ -31,7 +31,8 @@ from envserve.wire.bodies import (
     pack_options,
 )
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import ErrorBody, Hello, Join, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello, Join, Welcome
 from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.rows import RowCodec, RowPart
 from envserve.wire.status import Histogram, LeaseStatus, ServerStatus

@@ -37,7 +37,8 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode, peek, set_attempt
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import make_call, make_welcome

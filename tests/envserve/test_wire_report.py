@@ -9,7 +9,7 @@ from envserve.lane import Fault
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.wire.constants import MAX_REPORT_BYTES, ErrorCode
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.result_report import ResultReport
 
 REPORT = ResultReport(

@@ -20,7 +20,7 @@ from envserve.client import StepResult
 from envserve.slab import Status
 from tests.oracle.incarnations import Incarnation, audit
 from tests.oracle.journal import Array, read_journal
-from tests.oracle.reference_model import ReferenceModel
+from tests.oracle.reference_model import ReferenceModel, State
 from tests.oracle.result import LedgerError, ResultRows, check_shape
 from tests.oracle.transitions import EPISODE, HASH, SEED, STEP, Transition
 
@@ -108,24 +108,31 @@ class Ledger:
         rows = self._rows(env_indices)
         check_shape("observation", observation, (len(rows), 4))
         for index, row in enumerate(rows.tolist()):
-            self._lost_actions.pop(row, None)
             seen = tuple(observation[index].tolist())
             seed = None if seeds is None else seeds[index]
+            states = self._states_before_reset(row)
             if seed is None:
-                self._reset(row, seen)
+                self._reset(row, seen, states)
                 continue
             expected = (seed, 0, 0, 0)
             if seen != expected:
                 self._fail(row, "first observation", [expected], seen)
-            self._model.begin_incarnation(
-                row, seen, -1, self._model.possible_states(row)
-            )
+            self._model.begin_incarnation(row, seen, -1, states)
             self._model.record_reset(row)
 
-    def _reset(self, row: int, seen: tuple[int, ...]) -> None:
+    def _states_before_reset(self, row: int) -> list[State]:
+        """Return the possible states of an env, including those after a lost action."""
+        model, lost_action = self._model, self._lost_actions.pop(row, None)
+        if model.observed[row, SEED] < 0:
+            return []
+        states = model.possible_states(row)
+        if lost_action is not None and not model.is_pending[row]:
+            states += [model.state_after(state, lost_action) for state in states]
+        return states
+
+    def _reset(self, row: int, seen: tuple[int, ...], states: Sequence[State]) -> None:
         """Verify the first observation of an episode whose seed was not specified."""
         model = self._model
-        states = model.possible_states(row) if model.observed[row, SEED] >= 0 else []
         expected: list[Any] = []
         for state in states:
             seed, episode, _, value = state.observed

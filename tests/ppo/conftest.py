@@ -10,11 +10,14 @@ from tests.envserve.conftest import pools_of
 from tests.ppo import film_env
 
 
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    with contextlib.closing(Launcher([film_env.__name__], ["CartPole-v1"])) as launcher:
+        yield launcher
+
+
 @pytest.fixture(scope="module")
-def one_launcher() -> Iterator[None]:
+def one_launcher(launcher: Launcher) -> Iterator[None]:
     """Make all local batches of a module share one launcher, which starts slowly."""
-    with (
-        contextlib.closing(Launcher([film_env.__name__])) as launcher,
-        pools_of(launcher),
-    ):
+    with pools_of(launcher):
         yield

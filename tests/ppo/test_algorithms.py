@@ -148,7 +148,7 @@ class Other(Algorithm):
 
 @dataclasses.dataclass
 class SharedName:
-    """Settings of which one has the name of a setting of all algorithms."""
+    """Has a field with the name of a setting that all algorithms have."""
 
     learning_rate: float = 0.1
 

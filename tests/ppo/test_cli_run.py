@@ -28,7 +28,7 @@ from tests.ppo.runs import eagerly, ppo, rows_of
 
 #: Timeout in seconds; TensorFlow starts slowly on a busy machine.
 _TIMEOUT = 280
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_launcher")]
 
 SMALL = (
     "--num-workers=1",

@@ -26,8 +26,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_processes_share_entries_and_replace_damaged_ones(
     tmp_path: Path,
 ) -> None:
+    command = [sys.executable, "-m", "tests.ppo.loaded", "tests.ppo.compile_in_turns"]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.ppo.compile_in_turns", str(tmp_path)],
+        [*command, str(tmp_path)],
         capture_output=True,
         text=True,
         check=True,

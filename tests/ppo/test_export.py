@@ -56,7 +56,8 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
 
 # Code that uses the model without having this project installed.
 LOAD_AND_ACT = """
-import pickle, sys
+import gc, pickle, sys
+gc.disable()  # imports would take longer
 import tensorflow as tf
 with open("observations.pickle", "rb") as file:
     observations = pickle.load(file)

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 from unittest import mock
 
@@ -18,6 +19,7 @@ from ppo.cli.options import (
     preserved_interrupts,
     sigterm_raises,
     start_tensorflow,
+    without_matplotlib,
 )
 from ppo.cli.progress import Screen, sparkline
 from ppo.config.named_configs import CONFIGS
@@ -215,6 +217,15 @@ def test_deferred_stderr_is_written_only_after_an_error(
         raise ValueError("it fails")
     os.write(2, b"after that")
     assert capfd.readouterr().err == "why it fails; after that"
+
+
+def test_matplotlib_is_hidden_only_within_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="matplotlib"), without_matplotlib():
+        import matplotlib  # noqa: F401
+    assert "matplotlib" not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["pong", "cartpole"])

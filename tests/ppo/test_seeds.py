@@ -12,7 +12,8 @@ from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
-#: Replaces `ppo train --resume RUN`, without TensorFlow; tests append the behaviour.
+#: Beginning of a script that tests run instead of `ppo train --resume RUN`, which would
+#: load TensorFlow; each test appends the rest.
 RUN = """
 import json, os, signal, sys
 from pathlib import Path

@@ -291,7 +291,7 @@ def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
 
     run_folder = RunFolder.create(tmp_path / "run", SMALL)
     if is_events:
-        monkeypatch.setattr("tensorflow.summary.scalar", refuse)
+        monkeypatch.setattr("tensorflow.summary.experimental.write_raw_pb", refuse)
     else:
         (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
     message = r"cannot be written, No space left on device; free some space\.$"

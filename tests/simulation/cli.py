@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks.lab.tables import as_table
+from benchmarks.support.tables import as_table
 from envserve.host_resources import num_cores
 from tests.simulation.journal import Violation
 from tests.simulation.simulation import simulate

@@ -16,7 +16,7 @@ from envserve.session.server.decisions import (
     StartPool,
 )
 from envserve.session.server.lease_table import LeaseRecord
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.wire.bodies import Attach
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, Message, decode, encode
@@ -51,7 +51,7 @@ class Hijacker:
         self._num_messages = 0
 
     def intercept(
-        self, session: ServerSession, frames: Sequence[Buffer], now: float
+        self, protocol: ServerProtocol, frames: Sequence[Buffer], now: float
     ) -> None:
         """Try to abuse one of the owner's messages before the server receives it.
 
@@ -63,14 +63,14 @@ class Hijacker:
         if self._num_messages % _MESSAGES_PER_ATTEMPT:
             return
         message = self._forge(decode(frames))
-        before = _state_of(session)
+        before = _state_of(protocol)
         answers = [
-            self._send(session, dataclasses.replace(message, session=number), now)
+            self._send(protocol, dataclasses.replace(message, session=number), now)
             for number in (message.session, message.session ^ _UNKNOWN)
         ]
         if answers[0] != answers[1]:
             raise Violation(f"answers reveal another user's session: {answers}")
-        if _state_of(session) != before:
+        if _state_of(protocol) != before:
             raise Violation(f"another user's message changed a session: {message}")
 
     def _forge(self, message: Message) -> Message:
@@ -93,20 +93,22 @@ class Hijacker:
             body = b""
         return dataclasses.replace(message, type=type_, body=body, entries=())
 
-    def _send(self, session: ServerSession, message: Message, now: float) -> list[Any]:
+    def _send(
+        self, protocol: ServerProtocol, message: Message, now: float
+    ) -> list[Any]:
         """Send a message; return the server's decisions, without the session number."""
         number = (_USER, message.session)
-        decisions = session.receive(_PEER, encode(message), now)
-        if number in session.leases and message.type is MessageType.ATTACH:
+        decisions = protocol.receive(_PEER, encode(message), now)
+        if number in protocol.leases and message.type is MessageType.ATTACH:
             # The hijacker got new envs, which is allowed; release them.
             detach = dataclasses.replace(message, type=MessageType.DETACH, body=b"")
-            decisions += session.receive(_PEER, encode(detach), now)
-            decisions += session.pool_closed(number)
+            decisions += protocol.receive(_PEER, encode(detach), now)
+            decisions += protocol.pool_closed(number)
         for decision in decisions[:]:
             if isinstance(decision, ReplyWelcome):
                 decisions.remove(decision)
-                body = session.leases.welcome_for(_USER).encode()
-                decisions += session.answer(decision.request, body)
+                body = protocol.leases.welcome_for(_USER).encode()
+                decisions += protocol.answer(decision.request, body)
         return [_anonymised(decision, message.session) for decision in decisions]
 
 
@@ -124,9 +126,9 @@ def _anonymised(decision: Decision, number: int) -> Any:
     raise Violation(f"another user's message caused {decision}")
 
 
-def _state_of(session: ServerSession) -> list[Any]:
+def _state_of(protocol: ServerProtocol) -> list[Any]:
     """Return all state that other users' messages must not change."""
-    leases = session.leases
+    leases = protocol.leases
     ended = dict(leases.ended_sessions[OWNER])
     return [ended, set(leases.unnotified), *map(_state_of_record, leases.values())]
 

@@ -1,4 +1,4 @@
-"""A host: a server session with in-memory pools whose operations take time.
+"""A host: a server with in-memory pools whose operations take time.
 
 The host crashes, pauses or stops on request. After each start, its server has a new
 boot id and none of its earlier state.
@@ -21,7 +21,7 @@ from envserve.session.server.decisions import (
     SessionId,
     StartPool,
 )
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
@@ -41,18 +41,18 @@ _STOP_SECONDS: Final = 2.0
 _MAX_REMEMBERED: Final = 256
 
 
-def answer_hello(session: ServerSession, decision: ReplyWelcome) -> list[Decision]:
+def answer_hello(protocol: ServerProtocol, decision: ReplyWelcome) -> list[Decision]:
     """Answer a HELLO without delay."""
     request = decision.request
-    body = session.leases.welcome_for(request.peer[-1]).encode()
-    return session.answer(request, body)
+    body = protocol.leases.welcome_for(request.peer[-1]).encode()
+    return protocol.answer(request, body)
 
 
 class Host(PausableProcess):
-    """Carries out the decisions of a ServerSession.
+    """Carries out the decisions of a ServerProtocol.
 
     Attributes:
-      session: The server session; None while the server is not running.
+      protocol: The server's sessions; None while the server is not running.
       granted: Ids of the sessions whose envs are built.
       fails_next_message: Whether the server raises at its next message.
       ignored: Types of operations that the server ignores, although it answers PING.
@@ -63,7 +63,7 @@ class Host(PausableProcess):
         """Create a host and start its server."""
         super().__init__(simulation.clock)
         profile = simulation.profile
-        self.session: ServerSession | None = None
+        self.protocol: ServerProtocol | None = None
         self.pools: dict[SessionId, MemoryPool] = {}
         self.granted: set[SessionId] = set()
         self.num_starts = 0
@@ -89,7 +89,7 @@ class Host(PausableProcess):
 
     def start(self) -> None:
         """Start a server unless one is running."""
-        if self.session is None:
+        if self.protocol is None:
             self.num_starts += 1
             self._boot = next(self._simulation.unique_numbers)
             self._started = set()
@@ -97,11 +97,11 @@ class Host(PausableProcess):
             policy, most = self._policy, self._policy.total_envs
             if self.num_starts % 2 == 0:  # restart with another layout
                 policy = replace(policy, num_workers=1, envs_per_worker=most)
-            self.session = ServerSession(policy, (SPEC.env_name,), self._boot)
+            self.protocol = ServerProtocol(policy, (SPEC.env_name,), self._boot)
 
     def crash(self, seconds: float) -> None:
         """Kill the server with all its envs, and restart it after some seconds."""
-        self.session = None
+        self.protocol = None
         for session, pool in self.pools.items():
             self._end_envs(session, pool)
         self.pools.clear()
@@ -126,19 +126,19 @@ class Host(PausableProcess):
 
     def drain(self, seconds: float) -> None:
         """Drain the server; stop it after some seconds."""
-        if self.session is not None:
-            self.carry_out(self.session.begin_drain(seconds))
+        if self.protocol is not None:
+            self.carry_out(self.protocol.begin_drain(seconds))
             self._schedule(seconds, self.stop)
             self._check_end()
 
     def stop(self) -> None:
-        if self.session is not None:
-            self.carry_out(self.session.stop())
+        if self.protocol is not None:
+            self.carry_out(self.protocol.stop())
             self._schedule(_STOP_SECONDS, self._end_stop)
             self._check_end()
 
     def _check_end(self) -> None:
-        if self.session is not None and self.session.has_ended:
+        if self.protocol is not None and self.protocol.has_ended:
             self._end_stop()
 
     def _end_stop(self) -> None:
@@ -147,14 +147,14 @@ class Host(PausableProcess):
     # Messages.
 
     def receive(self, peer: Peer, frames: Sequence[Buffer]) -> None:
-        if self.session is None or decode(frames).type in self.ignored:
+        if self.protocol is None or decode(frames).type in self.ignored:
             return
-        self._hijacker.intercept(self.session, frames, self.clock.now)
+        self._hijacker.intercept(self.protocol, frames, self.clock.now)
         if self.fails_next_message:
             self.fails_next_message = False
-            self.carry_out(self.session.receive_failed(peer, frames))
+            self.carry_out(self.protocol.receive_failed(peer, frames))
         else:
-            self.carry_out(self.session.receive(peer, frames, self.clock.now))
+            self.carry_out(self.protocol.receive(peer, frames, self.clock.now))
         self._check_end()
 
     def _schedule(
@@ -170,14 +170,14 @@ class Host(PausableProcess):
     def _if_running(
         self, boot: int, event: Callable[..., None], *arguments: Any
     ) -> None:
-        if self.session is not None and boot == self._boot:
+        if self.protocol is not None and boot == self._boot:
             event(*arguments)
 
     @property
-    def _running(self) -> ServerSession:
-        if self.session is None:
+    def _running(self) -> ServerProtocol:
+        if self.protocol is None:
             raise Violation("a server that is not running was used")
-        return self.session
+        return self.protocol
 
     # Decisions.
 
@@ -331,9 +331,9 @@ class Host(PausableProcess):
         self._schedule_poll()
 
     def check_bounds(self) -> None:
-        if self.session is None:
+        if self.protocol is None:
             return
-        remembered = self.session.leases.ended_sessions.values()
+        remembered = self.protocol.leases.ended_sessions.values()
         if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
             raise Violation("a server remembers too many ended sessions")
 

@@ -1,6 +1,6 @@
 """A pool without processes, whose operations finish when the caller decides.
 
-It satisfies the part of the contract of `envserve.lane` that a server session uses. Its
+It satisfies the part of the contract of `envserve.lane` that a server uses. Its
 envs are ledger envs, which are stepped when an operation finishes; subclasses may use
 other envs.
 """

@@ -55,8 +55,8 @@ _CONNECT_TIMEOUT_MS: Final = 350
 #: Time without a connection after which the next address of the host is tried. It grows
 #: with each round, because a server may be too busy to answer in time.
 _NEXT_ADDRESS_SECONDS: Final = 1.0
-#: Maximum time to send the last message to the previous server.
-_FAREWELL_MS: Final = 500
+#: Maximum time to send the DETACH to the previous server.
+_DETACH_LINGER_MS: Final = 500
 
 #: Flags as plain ints, because pyzmq's flags are slow to combine.
 _POLLIN: Final = int(zmq.POLLIN)
@@ -83,18 +83,18 @@ class SharedContext:
         self.attacher = Attacher()
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._users: set[Connection] = set()
+        self._connections: set[Connection] = set()
         # The lock is reentrant, because a thread that holds it may run the garbage
-        # collector, which calls `leave` for an unused lane.
+        # collector, which calls `release` for an unused lane.
         self._lock = threading.RLock()
 
-    def socket(self, user: Connection) -> zmq.Socket[bytes]:
+    def socket(self, connection: Connection) -> zmq.Socket[bytes]:
         """Return a new DEALER socket for a connection."""
         with self._lock:
             if self._context is None:
                 self._context = self._open()
             socket = self._context.socket(zmq.DEALER)
-            self._users.add(user)
+            self._connections.add(connection)
         return socket
 
     def _open(self) -> zmq.Context[zmq.Socket[bytes]]:
@@ -110,11 +110,11 @@ class SharedContext:
         context.set(zmq.MAX_SOCKETS, max(1023, 4 * count))
         return context
 
-    def leave(self, user: Connection) -> None:
+    def release(self, connection: Connection) -> None:
         """Release the context after a connection has closed its sockets; idempotent."""
         with self._lock:
-            self._users.discard(user)
-            if self._context is not None and not self._users:
+            self._connections.discard(connection)
+            if self._context is not None and not self._connections:
                 self._context.term()  # blocks until lingering messages are sent
                 self._context = None
 
@@ -284,22 +284,22 @@ class Connection:
             self.close_previous()
 
     def move(
-        self, address: str, keys: CurveKeys | None, farewell: list[Buffer]
+        self, address: str, keys: CurveKeys | None, detach_frames: list[Buffer]
     ) -> None:
         """Connect to another server; ignore later messages from the previous one.
 
         Args:
           address: Address of the new server.
           keys: As for the constructor.
-          farewell: Last message to the previous server.
+          detach_frames: DETACH for the previous server.
         """
         self.keys = keys
         if not self._socket.closed:  # an interrupted move may have closed it
-            self.send(farewell)
+            self.send(detach_frames)
         self.close_previous()
         # Close the socket before `_open` replaces it, because the context cannot be
         # closed while a socket is open.
-        self._socket.close(linger=_FAREWELL_MS)
+        self._socket.close(linger=_DETACH_LINGER_MS)
         self.address = address
         self._open()
 
@@ -322,8 +322,8 @@ class Connection:
         Args:
           is_connected: Whether a peer is connected, as the last `poll` returned.
         """
-        most = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
-        return self._byte_counter.count(is_connected) > most
+        limit = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
+        return self._byte_counter.count(is_connected) > limit
 
     def disconnect(self) -> None:
         """Disconnect, and discard an unfinished message."""
@@ -379,4 +379,4 @@ class Connection:
         self.waker.close()
         self.close_previous()
         self._socket.close(linger=int(1000 * linger_seconds))
-        self._context.leave(self)
+        self._context.release(self)

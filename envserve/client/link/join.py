@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from envserve.client.link.connection import Connection
-from envserve.client.link.probe import request
+from envserve.client.link.sessionless_requests import request
 from envserve.client.link.zmq_guards.diagnosis import (
     Finding,
     connection_error,

@@ -2,19 +2,20 @@
 
 Threads use the session and its socket only while they hold the lane's lock. First, the
 `Attacher` of the batch attaches to the server. After that, two threads use the lane:
-the caller's thread and a keeper thread. The keeper runs the session while the lane is
+the caller's thread and a keep-alive thread, which runs the session while the lane is
 idle: it exchanges pings, so that the lease does not expire during a long learner
-update, and attaches again if the server is lost. The keeper receives messages, but only
-the caller's thread writes rows, so rows never change while the caller reads them.
+update, and attaches again if the server is lost. The keep-alive thread receives
+messages, but only the caller's thread writes rows, so rows never change while the
+caller reads them.
 
-To spread the lanes of a batch, the keeper may open a second lane on another server, the
-successor. Once the successor holds the same envs, the lane takes over its lease before
-one of the next steps. Until then, the lane keeps its own envs, so all episodes continue
-if the other server refuses the envs.
+To spread the lanes of a batch, the keep-alive thread may open a second lane on another
+server, the successor. Once the successor holds the same envs, the lane takes over its
+lease before one of the next steps. Until then, the lane keeps its own envs, so all
+episodes continue if the other server refuses the envs.
 
 A signal handler may interrupt the calling thread during an update of the session. Then
-the lock is released, and `_is_updating` stays True. The keeper does not touch the
-session until `invalidate` has reset it.
+the lock is released, and `_is_updating` stays True. The keep-alive thread does not
+touch the session until `invalidate` has reset it.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from envserve.worker.channel import MAX_ANSWER_BYTES
 Operations = TypeVar("Operations")
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Interval at which the keeper runs the session of an idle lane.
-_KEEPER_SECONDS: Final = 0.5
+#: Interval at which the keep-alive thread runs the session of an idle lane.
+_KEEPALIVE_SECONDS: Final = 0.5
 #: Shorter interval while the session leases envs again, which takes several messages.
 _RECOVERY_SECONDS: Final = 0.05
 #: Maximum time to wait for the server's confirmation of DETACH.
@@ -146,17 +147,17 @@ class RemoteLane:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
         self._finalizer = weakref.finalize(self, _release, self._driver, os.getpid())
-        self._keeper = threading.Thread(
-            target=_run_keeper,
+        self._keepalive_thread = threading.Thread(
+            target=_run_keepalive,
             args=(weakref.ref(self), self._has_closed),
-            name=f"keeper of {address}",
+            name=f"keepalive of {address}",
             daemon=True,
         )
         self._attacher = context.attacher
         if like is None:
             self._attacher.add(self._waker, self._attach)
         else:
-            self._keeper.start()
+            self._keepalive_thread.start()
 
     def finish_start(self, deadline: float) -> None:
         """Wait until the server has granted the lease and built the envs.
@@ -373,9 +374,9 @@ class RemoteLane:
         self._has_closed.set()
         self._attacher.remove(self._waker)
         with self._lock:
-            is_kept = self._keeper.ident is not None
-        if is_kept:
-            self._keeper.join()
+            has_keepalive_thread = self._keepalive_thread.ident is not None
+        if has_keepalive_thread:
+            self._keepalive_thread.join()
         if self._successor is not None:
             self._successor.begin_close()
         with self._lock:
@@ -404,7 +405,7 @@ class RemoteLane:
         self._driver.run(now)
 
     def _attach(self) -> bool:
-        """Advance the attachment to the server; once it is complete, start the keeper.
+        """Advance the attachment to the server; then start the keep-alive thread.
 
         Returns:
           False while the lane is still attaching; True if it is attached, has failed or
@@ -420,7 +421,7 @@ class RemoteLane:
                     self._diagnose()
                 if self._session.state in _STARTING:
                     return False
-                self._keeper.start()
+                self._keepalive_thread.start()
             self._has_started.set()
         except Exception as error:  # report it to the lane's caller
             _fail(self, error)
@@ -430,7 +431,7 @@ class RemoteLane:
         """Run the session if the lane is idle.
 
         Returns:
-          Seconds after which the keeper must call this again.
+          Seconds after which the keep-alive thread must call this again.
         """
         if self._lock.acquire(blocking=False):
             try:
@@ -441,12 +442,12 @@ class RemoteLane:
         if (servers := self._driver.server_pool) is not None:
             self._prepare_move(servers)
         is_recovering = self._session.attachment.is_recovering
-        return _RECOVERY_SECONDS if is_recovering else _KEEPER_SECONDS
+        return _RECOVERY_SECONDS if is_recovering else _KEEPALIVE_SECONDS
 
     def _prepare_move(self, servers: ServerPool) -> None:
         """Open a successor on the lane's target; close it if it is not needed any more.
 
-        Only the keeper calls this, so an interrupt cannot stop it halfway.
+        Only the keep-alive thread calls this, so an interrupt cannot stop it halfway.
         """
         driver, attachment = self._driver, self._session.attachment
         target, successor = servers.placement.targets.get(driver), self._successor
@@ -495,10 +496,10 @@ class RemoteLane:
         return f"<RemoteLane {self.name} {state}, {count} in flight>"
 
 
-def _run_keeper(
+def _run_keepalive(
     reference: weakref.ref[RemoteLane], has_closed: threading.Event
 ) -> None:
-    """Run the keeper thread until the lane is closed or garbage-collected."""
+    """Run the keep-alive thread until the lane is closed or garbage-collected."""
     seconds = 0.0
     while not has_closed.wait(seconds):
         lane = reference()

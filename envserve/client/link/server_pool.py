@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from envserve.client.link.connection import SharedContext
 from envserve.client.link.discovery import SOURCE_SCHEMES, resolve
 from envserve.client.link.placement import Placement
-from envserve.client.link.probe import request_welcome
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
 from envserve.errors import ConnectError, EnvserveError
 from envserve.wire.handshake import Welcome

@@ -77,7 +77,7 @@ class SessionDriver:
         self._has_ended: Array = np.zeros(0, np.bool_)
         self._move_by = math.inf
         #: During a move, the DETACH for the previous server; otherwise empty.
-        self._farewell: list[Buffer] = []
+        self._detach_frames: list[Buffer] = []
         self._is_connected = False
         self._is_renewed = False
         self._disconnected_since = time.monotonic()
@@ -137,10 +137,12 @@ class SessionDriver:
             self.connection.flush(self.session.outbox)
             self.connection.disconnect()
             return False
-        if (operations := self.session.attachment.client_blocks) is not None:
-            most = operations.max_result_bytes
-            self.connection.max_row_bytes = max(self.connection.max_row_bytes, most)
-            self.raise_frame_limit(most, now)
+        if (client_blocks := self.session.attachment.client_blocks) is not None:
+            num_bytes = client_blocks.max_result_bytes
+            self.connection.max_row_bytes = max(
+                self.connection.max_row_bytes, num_bytes
+            )
+            self.raise_frame_limit(num_bytes, now)
         if not self._is_connected and now > self._disconnected_since + _RENEW_SECONDS:
             self.connection.renew()
             self._disconnected_since, self._is_renewed = now, True
@@ -246,10 +248,10 @@ class SessionDriver:
             server_pool.exclude(self)
             server_pool.placement.locations[self] = before
             return False
-        self._farewell = self.session.requests.pack(MessageType.DETACH)
+        self._detach_frames = self.session.requests.pack(MessageType.DETACH)
         self.session.attachment.move_to(found, now, reason)
-        self.connection.move(found, keys, self._farewell)
-        self._farewell = []
+        self.connection.move(found, keys, self._detach_frames)
+        self._detach_frames = []
         self._errors.clear()
         self._check_errors_at = math.inf
         self._on_disconnected(now)
@@ -260,9 +262,9 @@ class SessionDriver:
         address, connection = self.session.address, self.connection
         if self.server_pool is not None:
             self.server_pool.placement.locations[self] = address
-        if self._farewell:
-            connection.move(address, connection.keys_for(address), self._farewell)
-            self._farewell = []
+        if self._detach_frames:
+            connection.move(address, connection.keys_for(address), self._detach_frames)
+            self._detach_frames = []
             self._on_disconnected(now)
 
     def begin_move(self, now: float) -> None:

@@ -42,13 +42,8 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, did_you_mean
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import ErrorCode, MessageType
-from envserve.wire.handshake import (
-    ErrorBody,
-    Hello,
-    Welcome,
-    check_versions,
-    exception_of,
-)
+from envserve.wire.error_body import ErrorBody, exception_of
+from envserve.wire.handshake import Hello, Welcome, check_versions
 from envserve.wire.message import Buffer, Message
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -63,7 +58,7 @@ _DISCONNECTED_SECONDS: Final = 0.25
 _ANSWER_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.
-_POLL_SECONDS: Final = 3.0
+_SEARCH_SECONDS: Final = 3.0
 #: Number of restarts of the server before the first lease that end the session.
 _MAX_RESTARTS: Final = 16
 
@@ -201,7 +196,7 @@ class Attachment:
             text = "granted a new lease after a loss"
             if (more := self._throttle.admit("lease", now)) is not None:
                 _LOGGER.log(level, "%s: %s%s", self.address, text, more)
-            if self.lost_lease.stalled_at != self.address:
+            if self.lost_lease.stalled_address != self.address:
                 self.lost_lease.give_up_error = None
             if not blocks.in_flight:
                 self.lost_lease = None
@@ -270,7 +265,7 @@ class Attachment:
             self.send_hello(now)
         else:  # the previous lost lease is not replaced yet: wait before a retry
             loss.lost_at, loss.give_up_error = previous.lost_at, previous.give_up_error
-            loss.stalled_at = previous.stalled_at
+            loss.stalled_address = previous.stalled_address
             loss.retry_at = now + _RETRY_SECONDS
             self.machine.change_to(ClientState.HELLO_SENT)
         requests.send_detach(loss.detach_frames)
@@ -434,7 +429,7 @@ class Attachment:
             self.lose_lease(error, now)
         if self.lost_lease is not None:
             self.lost_lease.give_up_error = error
-            self.lost_lease.stalled_at = self.address if is_stalled else ""
+            self.lost_lease.stalled_address = self.address if is_stalled else ""
 
     # Changing servers. Blocks, rows and operations in flight are kept.
 
@@ -462,9 +457,9 @@ class Attachment:
             is_ready = self.machine.state is ClientState.READY
             if is_ready and (is_isolated or liveness.is_unreachable):
                 return since
-            seconds = min(_POLL_SECONDS, self._timeouts.operation_seconds / 2)
-            poll_at = self._stalled[0] - seconds
-            return poll_at if now >= poll_at else None
+            seconds = min(_SEARCH_SECONDS, self._timeouts.operation_seconds / 2)
+            search_at = self._stalled[0] - seconds
+            return search_at if now >= search_at else None
         is_refused = self.is_rejected or loss.retry_at < math.inf
         is_silent = is_isolated or now > liveness.silent_since + _ANSWER_SECONDS
         return min(since, loss.lost_at) if is_refused or is_silent else None
@@ -491,7 +486,7 @@ class Attachment:
         if self.machine.state is ClientState.READY:
             text = reason or "the server is gone, or was silent for too long"
             stalled_at, request = self._stalled
-            if request is not None and now >= stalled_at - _POLL_SECONDS:
+            if request is not None and now >= stalled_at - _SEARCH_SECONDS:
                 text = request.describe_stall(now)
             self.lose_lease(ServerLost(f"{self.address}: {text}"), now)
         assert self.client_blocks is not None

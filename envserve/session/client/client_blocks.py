@@ -11,7 +11,8 @@ final observation, and status SERVER_LOST. With autoreset "next_step":
 
 * If any episode of the block was running, the rows contain the last observation of the
   old episode. The next step sends no request, and returns the first observation of the
-  new episode.
+  new episode. Rows that the caller resets before that step are padding in it, because
+  the server steps whole blocks.
 * If all episodes of the block had ended, the step would have reset the envs anyway. The
   rows therefore contain the first observation, and nothing is lost.
 """
@@ -35,6 +36,7 @@ from envserve.slab import (
     copy_final_to_observation,
     copy_observation_to_final,
     write_lost,
+    write_pending,
 )
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.bodies import ResetBody
@@ -81,6 +83,7 @@ class _RowWriter:
         body: Buffer,
         payload: Buffer,
         lost: Container[int],
+        deferred: Container[int],
     ) -> None:
         """Write the rows of blocks that were stepped or reset.
 
@@ -90,6 +93,7 @@ class _RowWriter:
           body: Body of the message.
           payload: Payload of the message.
           lost: Indices of the blocks that are lost.
+          deferred: Indices of the blocks whose next step returns first observations.
 
         Raises:
           RemoteProtocolError: The message does not fit the blocks.
@@ -103,10 +107,13 @@ class _RowWriter:
             self._write_lost(outcomes[0], part, body, payload)
         else:
             # If only some rows of a lost block are reset, the other rows keep their
-            # last observation, because the message contains no observation for them.
-            blocks = [self._blocks[out.block] for out in outcomes if out.block in lost]
+            # last observation, because the message contains no observation for them,
+            # or the first observation of an episode that has not begun for the caller.
             others = [
-                row for block in blocks for row in _rows_not_reset(request, block)
+                row
+                for out in outcomes
+                if out.block in lost or out.block in deferred
+                for row in _rows_not_reset(request, self._blocks[out.block])
             ]
             last = [leaf[others] for leaf in self.rows.observation]
             part.unpack_results(body, payload)
@@ -190,9 +197,11 @@ class ClientBlocks:
         self._reported_absent: set[int] = set()
         self._warned: set[str] = set()
         self._is_next_step = autoreset == "next_step"
-        #: First observations that the next step returns, by block index. Used after a
-        #: loss, and only in autoreset mode "next_step".
-        self._first_observations: dict[int, list[Array]] = {}
+        #: First observations and infos of resets that the next step returns, by block
+        #: index and row. Used after a loss, and only in autoreset mode "next_step".
+        self._first_observations: dict[
+            int, dict[int, tuple[list[Array], Mapping[str, Any]]]
+        ] = {}
         #: Indices of blocks that were lost when all their episodes had just ended, so
         #: that no episode was lost. Used only in autoreset mode "next_step".
         self._lost_at_end: set[int] = set()
@@ -236,21 +245,25 @@ class ClientBlocks:
 
     def _begin_episode(self, index: int) -> None:
         """Answer a step without a request: the previous step has reset the envs."""
-        rows, part = self.rows, self.blocks[index].row_slice
-        for leaf, first in zip(
-            rows.observation, self._first_observations.pop(index), strict=True
-        ):
-            leaf[part] = first
-        rows.truncated[part] = False
-        rows.status[part] = Status.OK
-        self._answers.append(([self._plain_outcomes[index]], None, b"", b""))
+        write_pending(self.rows, self.blocks[index].row_slice)
+        infos = dict[int, Mapping[str, Any]]()
+        for row, (observation, info) in self._first_observations.pop(index).items():
+            for leaf, first in zip(self.rows.observation, observation, strict=True):
+                leaf[row] = first
+            self.rows.status[row] = Status.OK
+            if info:
+                infos[row] = info
+        self._answers.append(([Outcome(index, infos)], None, b"", b""))
         self.ended.add(index)
 
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
         """Return the requests for resets of distinct blocks."""
         self._check_idle([reset.block for reset in resets])
         for reset in resets:
-            self._first_observations.pop(reset.block, None)
+            deferred = self._first_observations.pop(reset.block, {})
+            rows = deferred if reset.env_indices is None else reset.env_indices
+            if remaining := {row: deferred[row] for row in deferred.keys() - {*rows}}:
+                self._first_observations[reset.block] = remaining
             self._lost_at_end.discard(reset.block)
         if self.is_vacant:
             self._answers.append(([Outcome(r.block) for r in resets], None, b"", b""))
@@ -396,7 +409,9 @@ class ClientBlocks:
             if request.is_step and not is_whole:
                 status = Status.SERVER_LOST
                 faults = [Fault(row, status, text) for row in rows]
-                return Outcome(index, faults=faults)
+                # With "next_step", the next step returns the infos of the reset.
+                infos = reported.infos if reported and self._is_next_step else {}
+                return Outcome(index, infos, faults)
         return reported or Outcome(index)
 
     def fail(
@@ -499,9 +514,17 @@ class ClientBlocks:
         for outcomes, request, body, payload in answers:
             if request is not None:
                 try:
-                    self._writer.write(outcomes, request, body, payload, self.lost)
-                    if request.type is MessageType.RESET and self._is_next_step:
-                        self._defer_first_observations(outcomes[0], request)
+                    deferred = self._first_observations
+                    self._writer.write(
+                        outcomes, request, body, payload, self.lost, deferred
+                    )
+                    if (
+                        self._is_next_step
+                        and request.type is MessageType.RESET
+                        and request.is_step
+                        and outcomes[0].faults
+                    ):
+                        outcomes = [self._defer_reset(outcomes[0])]
                 except RemoteProtocolError as violation:
                     error = RemoteProtocolError(f"{self.address}: {violation}")
                     self.protocol_error = error
@@ -512,16 +535,18 @@ class ClientBlocks:
             self._writer.finals_written.difference_update(blocks)
         return collected
 
-    def _defer_first_observations(self, outcome: Outcome, request: Request) -> None:
-        """After a lost step, let the next step return the first observations.
+    def _defer_reset(self, outcome: Outcome) -> Outcome:
+        """Let the step after a lost step return the first observations and infos.
 
         Until then, the rows contain the last observations of the lost episodes.
         """
-        if request.is_step and outcome.faults:
-            part = self.blocks[outcome.block].row_slice
-            first = [leaf[part].copy() for leaf in self.rows.observation]
-            self._first_observations[outcome.block] = first
-            copy_final_to_observation(self.rows, part)
+        block, leaves = self.blocks[outcome.block], self.rows.observation
+        self._first_observations[outcome.block] = {
+            row: ([leaf[row].copy() for leaf in leaves], outcome.infos.get(row, {}))
+            for row in block.rows
+        }
+        copy_final_to_observation(self.rows, block.row_slice)
+        return Outcome(outcome.block, faults=outcome.faults)
 
     def is_ready(self, min_ended: int) -> bool:
         """Return whether the caller should collect now.

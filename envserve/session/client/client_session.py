@@ -31,7 +31,7 @@ from envserve.session.states import ClientState
 from envserve.slab import Rows
 from envserve.wire.bodies import Attach, Drain, Pong
 from envserve.wire.constants import ErrorCode, Executed, MessageType
-from envserve.wire.handshake import ErrorBody, exception_of
+from envserve.wire.error_body import ErrorBody, exception_of
 from envserve.wire.message import Buffer, Message, decode
 
 Operation = TypeVar("Operation", int, Reset, Call)

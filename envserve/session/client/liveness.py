@@ -61,8 +61,9 @@ class LostLease:
       busy_until: Time at which to stop retrying if other clients have the envs.
       detach_frames: DETACH that frees the lost lease; empty if the server does not
         hold it.
-      stalled_at: Address of the server if it answered PINGs, but not requests. A new
-        lease from this server does not clear `give_up_error`; only a reply does.
+      stalled_address: Address of the server if it answered PINGs, but not requests;
+        otherwise "". A new lease from this server does not clear `give_up_error`; only
+        a reply does.
       refusal: Text of the latest refusal of a new lease; "" if there is none.
     """
 
@@ -72,7 +73,7 @@ class LostLease:
     retry_at: float = math.inf
     busy_until: float = math.inf
     detach_frames: list[Buffer] = field(default_factory=list)
-    stalled_at: str = ""
+    stalled_address: str = ""
     refusal: str = ""
 
 

@@ -1,6 +1,6 @@
-"""Decisions of a `ServerSession`, which the server's event loop carries out.
+"""Decisions of a `ServerProtocol`, which the server's event loop carries out.
 
-`ServerSession` does no I/O and calls no other part of the server. Instead, its methods
+`ServerProtocol` does no I/O and calls no other part of the server. Instead, its methods
 return lists of decisions, in the order in which they must be carried out.
 """
 
@@ -17,8 +17,8 @@ from envserve.wire.bodies import FrameRequest
 from envserve.wire.message import Buffer, Message, Peer
 
 #: A user and a session number, which the client draws at random. Because the user is
-#: part of the id, a client cannot access the session of another user, even if the
-#: client knows the session number.
+#: part of the id, a client cannot access the session of another user, even with its
+#: session number.
 SessionId = tuple[str, int]
 #: Minimum seconds between two copies of a reply. The longer interval applies after
 #: `_MAX_FREQUENT_COPIES` copies.
@@ -104,8 +104,8 @@ class BeginDrain(NamedTuple):
 
 
 # Requests whose answers the event loop has to compute. The event loop passes an answer
-# to `ServerSession.answer`, and a Refusal or RemoteProtocolError to
-# `ServerSession.refuse`.
+# to `ServerProtocol.answer`, and a Refusal or RemoteProtocolError to
+# `ServerProtocol.refuse`.
 
 
 class ReplyWelcome(NamedTuple):

@@ -62,7 +62,7 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.handshake import error_body_of
+from envserve.wire.error_body import error_body_of
 from envserve.wire.message import Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
@@ -86,7 +86,7 @@ class _BlockRequest:
       started_at: Time at which the request first arrived, in monotonic seconds.
       resets: Resets of a RESET; empty for other requests.
       outcomes: Outcomes of its blocks that are done.
-      is_split: Whether its blocks are answered separately.
+      has_separate_replies: Whether each of its blocks gets its own reply.
       limiter: Limits how often its reply is sent again; None before the first time.
       num_rounds: Number of times that its separate replies were sent.
     """
@@ -96,7 +96,7 @@ class _BlockRequest:
     started_at: float
     resets: Sequence[Reset]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    is_split: bool = False
+    has_separate_replies: bool = False
     limiter: ResendLimiter | None = None
     num_rounds: int = 0
 
@@ -237,7 +237,7 @@ class Lease:
             decision = RunCall(self._session, calls)
         message.body = message.payload = message.report = b""  # to save memory
         request = _BlockRequest(message, blocks, now, resets)
-        request.is_split = message.type is MessageType.CALL
+        request.has_separate_replies = message.type is MessageType.CALL
         for block, seq in message.entries:
             last_seq[block] = seq
             self._requests[block] = request
@@ -265,7 +265,8 @@ class Lease:
             return []
         request.message.peer = message.peer
         request.message.attempt = message.attempt
-        if not request.is_split and len(request.outcomes) < len(request.blocks):
+        is_complete = len(request.outcomes) == len(request.blocks)
+        if not is_complete and not request.has_separate_replies:
             return []
         if request.outcomes:
             request.limiter = request.limiter or ResendLimiter()
@@ -273,8 +274,8 @@ class Lease:
                 self.num_late_messages += 1
                 return []
         replies = (
-            self._split_replies(request)
-            if request.is_split
+            self._separate_replies(request)
+            if request.has_separate_replies
             else [self._result_reply(request, request.blocks)]
         )
         last = (reply._replace(limiter=request.limiter) for reply in replies[-1:])
@@ -334,7 +335,7 @@ class Lease:
             request.outcomes[block] = outcome
             if outcome.result:
                 self.result_cache.add(request.outcomes, block)
-            if request.is_split:
+            if request.has_separate_replies:
                 replies.append(self._result_reply(request, (block,)))
             elif len(request.outcomes) == len(request.blocks):
                 replies.append(self._result_reply(request, request.blocks))
@@ -351,12 +352,12 @@ class Lease:
             self._states[block] = BlockState.ABSENT
         for request in dict.fromkeys(self._requests[block] for block in new):
             assert request is not None, "only a request makes a block busy"
-            if request.is_split:
+            if request.has_separate_replies:
                 blocks = [block for block in new if self._requests[block] is request]
                 replies.append(self._absent_reply(request, blocks))
             else:
-                request.is_split = True
-                replies += self._split_replies(request)
+                request.has_separate_replies = True
+                replies += self._separate_replies(request)
         return replies
 
     def ended_rows(self, outcome: Outcome) -> Sequence[int]:
@@ -385,7 +386,7 @@ class Lease:
 
     # Replies.
 
-    def _split_replies(self, request: _BlockRequest) -> list[Reply]:
+    def _separate_replies(self, request: _BlockRequest) -> list[Reply]:
         """Return one reply per finished block, and an ABSENT for all absent blocks.
 
         Blocks that have a later request are omitted.

@@ -42,7 +42,8 @@ from envserve.wire.constants import (
     ErrorCode,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Welcome
+from envserve.wire.error_body import ErrorBody
+from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message
 from envserve.wrappers.specs import check_wrappers
 

@@ -16,7 +16,7 @@ import numpy as np
 from envserve.keys.grant import Grant
 from envserve.settings import ExposeRule, HostSettings, KwargRule
 from envserve.wire.constants import ErrorCode
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 
 _ATTRIBUTE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 #: Attributes that every client may access, and the allowed kinds of access.

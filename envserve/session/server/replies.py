@@ -17,7 +17,7 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody
+from envserve.wire.error_body import ErrorBody
 from envserve.wire.message import Buffer, Message, pack
 
 

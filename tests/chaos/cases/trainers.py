@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.lab.processes import is_running, with_descendants
-from envserve.client.link.probe import request_welcome
+from benchmarks.support.processes import is_running, with_descendants
+from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import EnvsBusy, EnvTimeout, LeaseLost, ServerLost
 from envserve.slab import Status
 from tests.chaos.batches import remote_driver, running_servers

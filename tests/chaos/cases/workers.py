@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from benchmarks.lab.processes import vitals_of, with_descendants
+from benchmarks.support.processes import usage_of, with_descendants
 from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
 from envserve.slab import Status
@@ -277,8 +277,8 @@ def spoiled(trial: Trial) -> None:
 
 def num_zombies() -> int:
     """Return the number of zombie descendants."""
-    found = [vitals_of(pid) for pid in with_descendants(os.getpid())[1:]]
-    return sum(vitals is not None and vitals.state == "Z" for vitals in found)
+    found = [usage_of(pid) for pid in with_descendants(os.getpid())[1:]]
+    return sum(usage is not None and usage.state == "Z" for usage in found)
 
 
 @chaos_case(

@@ -83,10 +83,10 @@ class _FewestBytes:
         self._next_at = -math.inf
 
     def to_port(self, port: int, since: float) -> int:
-        """Return the fewest bytes for a port in the latest scan; 0 if unknown.
+        """Return the fewest bytes that a connection to a port has received.
 
-        The number is unknown if the latest scan was before `since`: that scan may have
-        found only older connections to the port, which have received more.
+        Return 0 if the latest scan was before `since`, because that scan may have found
+        only older connections to the port, which have received more.
         """
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + 0.5  # so that other threads do not scan meanwhile

@@ -352,8 +352,8 @@ class Diagnosis:
 
         Call this only while there is no connection.
         """
-        is_looking = self._thread is not None and self._thread.is_alive()
-        if now >= self._next_at and not is_looking:
+        is_running = self._thread is not None and self._thread.is_alive()
+        if now >= self._next_at and not is_running:
             self._next_at = now + DELAY_SECONDS
             name = f"diagnosis of {self._target[0]}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -1,7 +1,7 @@
 """Train CartPole while a worker is killed every second, and a server every 20 s.
 
-    python scripts/train_under_fire.py [--seed 0] [--servers 2]
-    python scripts/train_under_fire.py --leave --servers 4
+    python scripts/train_with_failures.py [--seed 0] [--servers 2]
+    python scripts/train_with_failures.py --leave --servers 4
 
 With --leave, servers are not restarted: one server is killed, another is drained, and a
 new server is added to the address file. A row whose server is running must be valid in

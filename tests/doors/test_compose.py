@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(420)
 def test_page_metrics_and_training_continue_when_a_host_dies() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/cluster.py", "--servers", "2"],
+        [sys.executable, "scripts/run_compose.py", "--servers", "2"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
 """Test deploy/kubernetes without a cluster: run its pods in network namespaces.
 
-    python scripts/rehearse_pods.py
+    python scripts/run_pods.py
 
 Each pod is a network namespace, and each container is a process with its own root
 directory and with the commands, probes, volumes and users of the manifests.
@@ -28,7 +28,7 @@ import typer
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.cluster import print_logs_on_failure, rows_of, wait_for  # noqa: E402
+from scripts.run_compose import print_logs_on_failure, rows_of, wait_for  # noqa: E402
 from tests.network_hosts import Hosts  # noqa: E402
 from tests.pods import SEARCH, Names, Pod, make_keys, pod_spec, resource  # noqa: E402
 
@@ -167,7 +167,7 @@ def action_of(code: int) -> str:
     return next(actions, "Count")
 
 
-def rehearse_servers(cluster: Cluster) -> None:
+def check_servers(cluster: Cluster) -> None:
     """Replace servers while the trainer trains."""
     cluster.trainer.is_initialised()  # also starts the init containers
     for name, host in (("envs-0", "a"), ("envs-1", "b")):
@@ -193,7 +193,7 @@ def rehearse_servers(cluster: Cluster) -> None:
     cluster.publish_servers()
 
 
-def rehearse_trainer(cluster: Cluster) -> None:
+def check_trainer(cluster: Cluster) -> None:
     """Evict and kill the trainer, and resume its run."""
     evict(cluster.trainer, 3)
     if action_of(3) != "Ignore":
@@ -241,8 +241,8 @@ def main() -> None:
         cluster = Cluster(hosts, folder)
         stack.callback(cluster.close)
         with print_logs_on_failure(folder):
-            rehearse_servers(cluster)
-            rehearse_trainer(cluster)
+            check_servers(cluster)
+            check_trainer(cluster)
 
 
 if __name__ == "__main__":

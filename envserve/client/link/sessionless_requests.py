@@ -16,13 +16,8 @@ from envserve.client.link.connection import (
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.wire.constants import MessageType
-from envserve.wire.handshake import (
-    ErrorBody,
-    Hello,
-    Welcome,
-    check_versions,
-    exception_of,
-)
+from envserve.wire.error_body import ErrorBody, exception_of
+from envserve.wire.handshake import Hello, Welcome, check_versions
 from envserve.wire.message import Message, decode, encode
 
 #: Interval at which a request is resent, because it may be lost: the server can close

@@ -10,7 +10,7 @@ from typing import Final
 
 from rich.console import Console
 
-from benchmarks.lab.tables import TABLE_WIDTH, as_table
+from benchmarks.support.tables import TABLE_WIDTH, as_table
 
 #: Number of cores that each side gets, if the machine has enough for all sides.
 _CORES: Final = {"server": 4, "control": 4, "client": 2, "attacker": 2}

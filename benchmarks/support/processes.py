@@ -22,7 +22,7 @@ def own_keys() -> Iterator[None]:
             yield
 
 
-class Vitals(NamedTuple):
+class ProcessUsage(NamedTuple):
     """State and resources of a process.
 
     Attributes:
@@ -47,7 +47,7 @@ def with_descendants(pid: int) -> list[int]:
     return [pid]
 
 
-def vitals_of(pid: int) -> Vitals | None:
+def usage_of(pid: int) -> ProcessUsage | None:
     """Return the resources of a process, or None if it has exited."""
     try:
         process = psutil.Process(pid)
@@ -57,13 +57,13 @@ def vitals_of(pid: int) -> Vitals | None:
         memory, num_threads = process.memory_info().rss, process.num_threads()
     except psutil.NoSuchProcess:
         return None
-    return Vitals(pid, state, memory, num_threads, num_files)
+    return ProcessUsage(pid, state, memory, num_threads, num_files)
 
 
 def is_running(pid: int) -> bool:
     """Return whether a process exists and is not a zombie."""
-    vitals = vitals_of(pid)
-    return vitals is not None and vitals.state not in (
+    usage = usage_of(pid)
+    return usage is not None and usage.state not in (
         psutil.STATUS_ZOMBIE,
         psutil.STATUS_DEAD,
     )

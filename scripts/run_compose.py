@@ -1,6 +1,6 @@
 """Test docker-compose.yml without Docker: run its commands in network namespaces.
 
-    python scripts/cluster.py --servers 4
+    python scripts/run_compose.py --servers 4
 
 Each container is a network namespace with the container's name, and its command is a
 process in the namespace. The script trains, checks the page and the metrics, kills a
@@ -160,7 +160,7 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines.splitlines()]
 
 
-def rehearse(cluster: Cluster) -> None:
+def check_recovery(cluster: Cluster) -> None:
     """Train, and check that everything recovers from the loss of a host."""
     run, services = cluster.folder / "run", cluster.services
     lost = cluster.servers[-1]
@@ -232,7 +232,7 @@ def main(
         cluster.hosts.create()
         stack.callback(cluster.close)
         with print_logs_on_failure(folder):
-            rehearse(cluster)
+            check_recovery(cluster)
 
 
 if __name__ == "__main__":

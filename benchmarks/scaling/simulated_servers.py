@@ -1,4 +1,4 @@
-"""Simulated servers ("stand-ins"): many in one process, each with its own socket.
+"""Simulated servers: many in one process, each with its own socket.
 
 Simulated servers use real sessions and messages, but have no workers or envs. Their
 rows never change, and they answer a step after the time that envs would take.
@@ -30,7 +30,7 @@ from envserve.session.server.decisions import (
     RunStep,
     StartPool,
 )
-from envserve.session.server.server_session import ServerSession
+from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
@@ -66,7 +66,7 @@ class _Pool:
         self.rows = Rows.allocate(self.spec, settings.num_envs)
 
 
-class StandIn:
+class SimulatedServer:
     """A simulated server.
 
     Attributes:
@@ -85,7 +85,7 @@ class StandIn:
         stalls: Stalls = NO_STALLS,
     ) -> None:
         host = HostSettings(num_workers=1, envs_per_worker=_MAX_ENVS)
-        self._session = ServerSession(host, _ENV_NAMES, boot=1 + id(self))
+        self._protocol = ServerProtocol(host, _ENV_NAMES, boot=1 + id(self))
         self._pools: dict[Any, _Pool] = {}
         self._env_seconds = env_seconds
         self._stalls, self._random = stalls, random.Random(id(self))
@@ -104,35 +104,35 @@ class StandIn:
         while self.socket.poll(0):
             route, *frames = self.socket.recv_multipart()
             now = time.monotonic()
-            self._execute(self._session.receive((route, _USER), frames, now), now)
+            self._execute(self._protocol.receive((route, _USER), frames, now), now)
 
     def answer(self, now: float) -> None:
         """Complete the operations that are due."""
         while self.due and self.due[0][0] <= now:
             _, session, outcomes = self.due.pop(0)
             if session in self._pools:  # the client may have detached
-                self._execute(self._session.pool_finished(session, outcomes), now)
+                self._execute(self._protocol.pool_finished(session, outcomes), now)
 
     def _execute(self, decisions: Any, now: float) -> None:
-        """Execute the decisions of the session, as the event loop of a server does."""
+        """Execute the decisions of the protocol, as the event loop of a server does."""
         for decision in decisions:
             if isinstance(decision, Reply):
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
             elif isinstance(decision, ReplyWelcome):
-                body = self._session.leases.welcome_for(_USER).encode()
-                self._execute(self._session.answer(decision.request, body), now)
+                body = self._protocol.leases.welcome_for(_USER).encode()
+                self._execute(self._protocol.answer(decision.request, body), now)
             if not isinstance(decision, PoolDecision):
                 continue
             session = decision.session
             if isinstance(decision, StartPool):
                 pool = self._pools[session] = _Pool(decision.settings)
-                decisions = self._session.pool_ready(
+                decisions = self._protocol.pool_ready(
                     session, pool.spec, pool.blocks, pool.rows, now
                 )
                 self._execute(decisions, now)
             elif isinstance(decision, EndPool):
                 del self._pools[session]
-                self._execute(self._session.pool_closed(session), now)
+                self._execute(self._protocol.pool_closed(session), now)
             elif isinstance(decision, RunStep):
                 outcomes = [Outcome(block) for block in decision.blocks]
                 is_stalled = self._random.random() < self._stalls.fraction
@@ -144,7 +144,7 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def stand_ins(
+def simulated_servers(
     count: int,
     env_seconds: float = 0.0,
     *,
@@ -171,7 +171,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = zmq.Context()
     servers = [
-        StandIn(context, env_seconds, insecure=insecure, stalls=stalls)
+        SimulatedServer(context, env_seconds, insecure=insecure, stalls=stalls)
         for _ in range(count)
     ]
     poller = zmq.Poller()

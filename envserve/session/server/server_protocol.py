@@ -1,6 +1,6 @@
 """The server's half of the protocol, without I/O.
 
-`session/states.py` explains the protocol. `ServerSession` passes the operations of a
+`session/states.py` explains the protocol. `ServerProtocol` passes the operations of a
 granted lease to its `Lease`, and handles all other messages itself, with `LeaseTable`.
 Every message of a session renews its lease.
 
@@ -53,7 +53,8 @@ from envserve.wire.constants import (
     Executed,
     MessageType,
 )
-from envserve.wire.handshake import ErrorBody, Hello, Join, error_body_of
+from envserve.wire.error_body import ErrorBody, error_body_of
+from envserve.wire.handshake import Hello, Join
 from envserve.wire.message import Buffer, Message, Peer, decode, peek
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ _ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 }
 
 
-class ServerSession:
-    """All sessions of one server.
+class ServerProtocol:
+    """The sessions of all clients of one server.
 
     The caller must carry out the decisions that a method returns, in order.
 

@@ -1,6 +1,6 @@
 """Step envs on a server while many unauthorised clients connect to it.
 
-    python scripts/besiege_server.py [--seconds 30]                about 2 minutes
+    python scripts/flood_connections.py [--seconds 30]                about 2 minutes
 
 Some clients send nothing, some begin a greeting or a handshake and do not finish it,
 and some use unknown keys. A worker is killed during the attack. The server first runs
@@ -26,8 +26,8 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.lab.processes import own_keys
-from benchmarks.lab.siege import Cores, Goals
+from benchmarks.support.attacks import Cores, Goals
+from benchmarks.support.processes import own_keys
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.wire.sockets import raise_file_limit, use_keys
@@ -66,7 +66,7 @@ class UnknownKeyClient:
         return time.monotonic() > self._until
 
 
-def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
+def flood(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
     """Keep connections of unauthorised clients open, and replace those that are closed.
 
     `counts` is the number of clients of each kind, in the order of the options of
@@ -95,14 +95,14 @@ def besiege(address: str, public: bytes, counts: tuple[int, int, int, int]) -> N
 
 
 @contextlib.contextmanager
-def strangers(
+def flooding(
     server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
 ) -> Iterator[None]:
-    """Run `besiege` in a separate process until the `with` block ends."""
+    """Run `flood` in a separate process until the `with` block ends."""
     keys = KeyFolder().key("server")
     assert keys is not None
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=besiege, args=(server.address, keys.public, counts))
+    process = spawn.Process(target=flood, args=(server.address, keys.public, counts))
     with cores.of("attacker"):
         process.start()
     try:
@@ -172,7 +172,7 @@ def run(
         stack.enter_context(cores.of("client"))
         client = stack.enter_context(honest_client(server))
         before = measure(server, client, min(10.0, seconds))
-        with strangers(server, counts, cores):
+        with flooding(server, counts, cores):
             absence = kill_worker(server)
             during = measure(server, client, seconds)
         print("all connections closed:", server.log.count("closed all connections"))
@@ -184,11 +184,13 @@ def main(
         float, typer.Option(help="Duration of each of the two attacks.")
     ] = 30.0,
     silent: Annotated[int, typer.Option(help="Clients that send nothing.")] = 500,
-    greeters: Annotated[int, typer.Option(help="Clients that begin a greeting.")] = 100,
-    dawdlers: Annotated[
+    greetings: Annotated[
+        int, typer.Option(help="Clients that begin a greeting.")
+    ] = 100,
+    handshakes: Annotated[
         int, typer.Option(help="Clients that begin a handshake.")
     ] = 500,
-    knockers: Annotated[int, typer.Option(help="Clients with unknown keys.")] = 100,
+    unknown_keys: Annotated[int, typer.Option(help="Clients with unknown keys.")] = 100,
     descriptors: Annotated[
         int,
         typer.Option(help="Limit on the server's descriptors in the second attack."),
@@ -199,7 +201,7 @@ def main(
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
     for count in (0, descriptors):
-        counts = (silent, greeters, dawdlers, knockers)
+        counts = (silent, greetings, handshakes, unknown_keys)
         before, during, absence = run(seconds, counts, count, cores)
         name = f"{count} descriptors: " if count else ""
         ratio = during.step_ms / before.step_ms
