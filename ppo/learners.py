@@ -137,7 +137,8 @@ class Learners:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all learners, in the order of their indices.
 
-        The values are sent as JSON; objects that JSON does not support become strings.
+        The values are sent as JSON. NumPy numbers become floats, and other objects that
+        JSON does not support become strings.
         """
         if self.num == 1:
             return [value]
@@ -147,7 +148,7 @@ class Learners:
         self._timer = threading.Timer(self.wait_seconds, abort, reason)
         self._timer.daemon = True
         self._timer.start()
-        text = json.dumps(value, default=str, skipkeys=True).encode()
+        text = json.dumps(value, default=_as_json_type, skipkeys=True).encode()
         sizes = self._sum(tf.one_hot(self.index, self.num, len(text), 0)).numpy()
         size = 1 << int(sizes.max()).bit_length()  # a power of two limits retracing
         rows = np.zeros([self.num, size], np.int32)
@@ -157,15 +158,21 @@ class Learners:
         return list(map(json.loads, texts))
 
     def broadcast(self, variables: Sequence[tf.Variable]) -> None:
-        """Assign the chief's values to the variables of all learners."""
+        """Assign the chief's numbers and bools to the variables of all learners."""
         if self.num == 1:
             return
-        numeric = [variable for variable in variables if variable.dtype in _DTYPES]
-        values = [
-            tf.identity(v) if self.is_chief else tf.zeros_like(v) for v in numeric
+        copied = [
+            variable
+            for variable in variables
+            if variable.dtype.is_floating
+            or variable.dtype.is_integer
+            or variable.dtype.is_bool
         ]
-        for variable, value in zip(numeric, self._sum(values), strict=True):
-            variable.assign(value)
+        values = [
+            _as_summable(v if self.is_chief else tf.zeros_like(v)) for v in copied
+        ]
+        for variable, value in zip(copied, self._sum(values), strict=True):
+            variable.assign(tf.cast(value, variable.dtype))
 
     @contextlib.contextmanager
     def guard_collectives(self) -> Iterator[None]:
@@ -211,6 +218,18 @@ class Learners:
                 communication_hint="ring",
                 # No timeout is set, because TensorFlow would use a thread for it.
             )
+
+
+def _as_json_type(value: Any) -> float | str:
+    is_number = isinstance(value, np.integer | np.floating | np.bool_)
+    return float(value) if is_number else str(value)
+
+
+def _as_summable(value: tf.Tensor) -> tf.Tensor:
+    """Return a tensor with a dtype that `Learners.sum` supports."""
+    if value.dtype in _DTYPES:
+        return tf.identity(value)
+    return tf.cast(value, tf.float32 if value.dtype.is_floating else tf.int64)
 
 
 #: The group of a run with a single learner, in which all sums are local.

@@ -193,6 +193,12 @@ class _Loop:
                     metrics |= self._evaluated
                 metrics |= (numbers := self._callbacks(self._run, metrics))
                 self._window.add(0, numbers)
+                ends = self._learners.gather((self._run.is_finished, should_stop()))
+                if any(is_finished for is_finished, _ in ends):
+                    self._run.stop()  # another learner's callback may have stopped it
+                if evaluation is None and self._is_evaluation_due(before):
+                    evaluation = self._evaluate()  # a callback has stopped the run
+                    metrics |= self._evaluated
             except DivergedError:
                 self._report()
                 raise
@@ -201,9 +207,6 @@ class _Loop:
                 self._report()
                 self._save(evaluation)
                 raise
-            ends = self._learners.gather((self._run.is_finished, should_stop()))
-            if any(is_finished for is_finished, _ in ends):
-                self._run.stop()  # another learner's callback may have stopped the run
             is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()

@@ -102,13 +102,8 @@ class Agent:
             Actions, int64 `[N]` for Discrete and otherwise float32 or int64 `[N, A]`;
             log-probabilities `[N]`; and the states after this observation.
         """
-        rows = tf.nest.flatten(observation)[0]
-        # In exported graphs, the static number of rows is not known.
-        num_rows = rows.shape[0] or tf.shape(rows)[0]
-        noise = self.actions.noise(num_rows, seed)
-        distribution, state = self._policy_step(observation, state)
-        action = distribution.sample(noise)
-        return action, distribution.log_prob(action), *state
+        noise = self.actions.noise(_num_rows(observation), seed)
+        return self._act_now(observation, noise, state)
 
     def snapshot(self) -> Any:
         """Return copies of all parameters and statistics that `act_from` needs."""
@@ -123,11 +118,12 @@ class Agent:
     ) -> tuple[Any, ...]:
         """Sample actions with the parameters of a snapshot.
 
-        Log-probabilities are not computed here, because one call to `log_prob` for many
-        steps is faster than one call per step.
+        `act` and `mode` call this method, so a subclass may override it to change all
+        actions. Log-probabilities are not computed here, because one call to `log_prob`
+        for many steps is faster than one call per step.
 
         Args:
-            snapshot: Result of `snapshot`.
+            snapshot: Result of `snapshot`, or None for the current parameters.
             observation: Raw observation, rows `[N, ...]`.
             noise: Result of `actions.noise` for N rows.
             state: States of the recurrent cores; see `act`.
@@ -136,8 +132,8 @@ class Agent:
             Actions, as from `act`; the parameters of their distributions, for
             `log_prob`; and the states after this observation.
         """
-        values, scales = snapshot
-        variables = self.trainable_variables
+        variables = self.trainable_variables if snapshot else []
+        values, scales = snapshot or ([], None)
         with keras.StatelessScope(list(zip(variables, values, strict=True))):
             distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
@@ -204,9 +200,15 @@ class Agent:
     ) -> tuple[tf.Tensor, ...]:
         """Return the most likely action per row, like `act` but without sampling."""
         del seed  # accepted only to match the signature of `act`
-        distribution, state = self._policy_step(observation, state)
-        action = distribution.mode()
-        return action, distribution.log_prob(action), *state
+        # Without noise, a sample is the mode.
+        noise = tf.zeros([_num_rows(observation), self.actions.noise_size])
+        return self._act_now(observation, noise, state)
+
+    def _act_now(
+        self, observation: Any, noise: tf.Tensor, state: tuple[tf.Tensor, ...]
+    ) -> tuple[tf.Tensor, ...]:
+        action, parameters, *after = self.act_from(None, observation, noise, *state)
+        return action, self.log_prob(action, parameters), *after
 
     def distribution(
         self, features: Any, core_output: tf.Tensor | None = None
@@ -264,7 +266,7 @@ class Agent:
         return embeddings
 
     def _policy_step(
-        self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any = None
+        self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any
     ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
         """Return the action distributions for raw rows, and the states after them."""
         features = self.preprocess(observation, scales)
@@ -335,3 +337,9 @@ class Agent:
             return [*declared, *(head.trainable_variables if head else ())]
         names = [name for name in parts if name.startswith("policy")]
         return [v for name in names for v in parts[name].trainable_variables]
+
+
+def _num_rows(observation: Any) -> Any:
+    rows = tf.nest.flatten(observation)[0]
+    # In exported graphs, the static number of rows is not known.
+    return rows.shape[0] or tf.shape(rows)[0]

@@ -112,7 +112,8 @@ class Algorithm(abc.ABC):
 
         Called before each checkpoint is written. A run can be killed before this
         checkpoint is complete, so the data of the preceding checkpoint must not be
-        overwritten. By default, save nothing.
+        overwritten. With several learners, only learner 0 saves and loads data. By
+        default, save nothing.
 
         Args:
             folder: Folder in the run folder for these data; it may not exist yet.

@@ -116,13 +116,22 @@ def main(folder: Path) -> None:
             metrics, arrays = updated(config, learners)
             results[str(max_kl)] = metrics
             np.savez(folder / f"{max_kl}-{index}.npz", *arrays)
-        texts = learners.gather({"from": index, "text": "ö" * (3 + 40 * index)})
-        variable = tf.Variable([1.0 + index, 2.0])
-        learners.broadcast([variable])
+        number = np.float32(0.5) if index else np.int64(7)
+        text = "ö" * (3 + 40 * index)
+        texts = learners.gather({"from": index, "text": text, "number": number})
+        variables = [
+            tf.Variable([1.0 + index, 2.0]),
+            tf.Variable([index == 0, False]),
+            tf.Variable([200 - index], dtype=tf.uint8),
+        ]
+        learners.broadcast(variables)
         before = num_threads()
         for _ in range(150):
             learners.gather(None)
-        results |= {"texts": texts, "broadcast": variable.numpy().tolist()}
+        results |= {
+            "texts": texts,
+            "broadcast": [v.numpy().tolist() for v in variables],
+        }
         results["new_threads"] = num_threads() - before
         if index == 1:
             # Stay alive without calling collectives until the other learner has timed

@@ -152,3 +152,17 @@ def test_error_for_an_unsupported_action_space_names_it() -> None:
             Agent(SPACES.Box(-1.0, 1.0, (3,)), box, CONFIG)
     with pytest.raises(UnsupportedSpaceError, match="got Tuple"):
         Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Tuple([SPACES.Discrete(2)]), CONFIG)
+
+
+def test_subclass_changes_all_actions_if_it_overrides_act_from() -> None:
+    class Negated(Agent):
+        def act_from(self, *inputs: Any) -> tuple[Any, ...]:
+            action, *others = super().act_from(*inputs)
+            return -action, *others
+
+    box = SPACES.Box(-1.0, 1.0, (2,))
+    agent, negated = Agent(box, box, CONFIG), Negated(box, box, CONFIG)
+    rows = tf.constant([[0.5, -1.0]])
+    for name in ("act", "mode"):
+        action, _ = getattr(agent, name)(rows, SEED)
+        np.testing.assert_array_equal(getattr(negated, name)(rows, SEED)[0], -action)

@@ -125,7 +125,8 @@ def test_example_rewards_observations_that_are_new() -> None:
 def test_resumed_run_creates_a_new_instance_of_a_callback_class(
     seen: list[Any], tmp_path: Path
 ) -> None:
-    config = named("records", "CountsCalls", "raises").replace(total_steps=160)
+    config = named("records", "CountsCalls", "raises")
+    config = config.replace(total_steps=160, evaluate_every=96)
     with pytest.raises(CallbackError, match=":28: ValueError"):
         run(tmp_path, config)
     assert counters(tmp_path) == (2, 32)
@@ -136,6 +137,8 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4]
     assert [row.get("calls") for row in rows] == [1, None, 1, 2]
     assert [row.get("doubled") for row in rows] == [20, None, 60, 80]
+    # An evaluation follows the last iteration, also if a callback ends the run.
+    assert [step for step, _ in result.curve] == [64]
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,10 @@ def test_gather_returns_all_values_and_broadcast_those_of_the_chief(
     for index in range(2):
         report = json.loads((update_of_two / f"{index}.json").read_text())
         assert report["texts"] == [
-            {"from": 0, "text": "ö" * 3},
-            {"from": 1, "text": "ö" * 43},
+            {"from": 0, "text": "ö" * 3, "number": 7.0},
+            {"from": 1, "text": "ö" * 43, "number": 0.5},
         ]
-        assert report["broadcast"] == [1.0, 2.0]
+        assert report["broadcast"] == [[1.0, 2.0], [True, False], [200]]
 
 
 def test_sums_leave_no_threads(update_of_two: Path) -> None:

@@ -311,3 +311,11 @@ def test_resumed_run_continues_with_the_temperature_and_the_saved_replay(
     temperatures = [row["temperature"] for row in rows if "temperature" in row]
     assert temperatures == sorted(temperatures, reverse=True)
     assert 1.0 > temperatures[0] > temperatures[-1]
+
+
+def test_resumed_run_uses_its_new_learning_rate(tmp_path: Path) -> None:
+    maker = Maker(lambda num_envs: CountingBatchEnv([3] * num_envs))
+    run(tmp_path / "run", CONFIG.replace(learning_rate=0.1, total_steps=48), maker)
+    run(tmp_path / "run", CONFIG.replace(learning_rate=0.0), maker, resume=True)
+    before, *after = [row["temperature"] for row in rows_of(tmp_path / "run")[2:]]
+    assert before > after[0] == after[1] == after[2]

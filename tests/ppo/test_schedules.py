@@ -58,6 +58,12 @@ def test_adaptive_coefficients_stay_within_their_bounds_and_can_leave_them_again
     assert schedules.at(0.0).learning_rate == pytest.approx(1.5e-6)
 
 
+def test_a_resumed_run_does_not_exceed_its_new_learning_rate() -> None:
+    schedules = Schedules(CONFIG.replace(learning_rate=1e-5))
+    schedules.trackables["kl_learning_rate"].assign(Schedules(CONFIG).at(0.5)[0])
+    assert schedules.at(0.5).learning_rate == 1e-5
+
+
 def test_the_learning_rate_does_not_adapt_when_the_policy_hardly_moves() -> None:
     schedules = Schedules(CONFIG)
     schedules.update(1.0)

@@ -59,8 +59,11 @@ class AdaptiveCoefficient:
 
     @property
     def value(self) -> float:
-        """The coefficient for the next iteration."""
-        return float(self.variable)
+        """The coefficient for the next iteration.
+
+        A resumed run may have other bounds than the run that saved the variable.
+        """
+        return self._clip(float(self.variable))
 
     def update(self, kl: float) -> None:
         """Adapt the coefficient to the mean KL divergence of an iteration, in nats."""

@@ -180,6 +180,9 @@ class SAC(Algorithm):
 
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
         """Take one gradient step per batch; return the mean of each of `METRICS`."""
+        for optimizer in self._optimizers.values():
+            # A checkpoint restores the rate that the run had before it was resumed.
+            optimizer.learning_rate.assign(self.config.learning_rate)
 
         def step(index: tf.Tensor) -> tf.Tensor:
             batch = tf.nest.map_structure(operator.itemgetter(index), batches)
