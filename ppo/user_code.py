@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -114,6 +114,19 @@ def source_location(code: Any, error: BaseException | None = None) -> str:
     return f"{file}:{line}: " if line else ""
 
 
+def check_metric_names(names: Iterable[Any]) -> None:
+    """Check that names of metrics can be written to files.
+
+    Raises:
+        TypeError: A name is not a string.
+        UnicodeEncodeError: A name contains a surrogate, which UTF-8 cannot encode.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"expected names of metrics, got {name!r}")
+        name.encode()
+
+
 class Callbacks:
     """The callbacks of a config, called in the order of the config.
 
@@ -185,9 +198,7 @@ class Callbacks:
                         "because the next rollout continues this rollout's episodes; "
                         "create a separate BatchEnv instead"
                     )
-                if invalid := [key for key in numbers if not isinstance(key, str)]:
-                    raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
-                "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
+                check_metric_names(numbers)
                 numbers = {key: float(value) for key, value in numbers.items()}
         names = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in names if not k.startswith("evaluation_")}
