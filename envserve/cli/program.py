@@ -417,16 +417,20 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
 
 def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
     """Return a hint to pass an unknown flag as a KEY=VALUE of an option; "" if none."""
-    key = f"{flag.removeprefix('--').replace('-', '_')}="
+    name = flag.removeprefix("--").replace("-", "_")
     for option in options:
-        if option.metavar == "KEY=VALUE" and key in option.values():
-            return f"; did you mean {option.flag} {key}{value or 'VALUE'}?"
+        if option.metavar == "KEY=VALUE":
+            for key in {f"{name}=", f"{name}_seconds="}.intersection(option.values()):
+                return f"; did you mean {option.flag} {key}{value or 'VALUE'}?"
     return ""
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    nearest = nearest_name(word, known)
-    return f"; did you mean {nearest}?" if nearest else ""
+    # Without the prefix, --workers is similar to --num-workers.
+    prefix = "--" if word.startswith("--") else ""
+    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+    nearest = nearest_name(word.removeprefix(prefix), names)
+    return f"; did you mean {prefix}{nearest}?" if nearest else ""
 
 
 def _version(name: str) -> str:

@@ -262,13 +262,15 @@ def _checked_settings(
     Raises:
       TypeError: An option is not in `known`, a TypedDict of options.
     """
+    accepted = [*signature(function).parameters, *known.__annotations__]
+    local = *LocalOptions.__annotations__, "num_workers"
+    on_server = [name for name in local if name not in accepted]
     for name in options.keys() - known.__annotations__:
-        nearest = nearest_name(
-            name, [*signature(function).parameters, *known.__annotations__]
-        )
+        nearest = name if name in on_server else nearest_name(name, accepted)
+        nearest = nearest or nearest_name(name, on_server)
         hint = f"did you mean {nearest}? Pass" if nearest else "pass"
-        if name in LocalOptions.__annotations__ or name == "num_workers":
-            hint = "it is set on the server; pass"
+        if nearest in on_server:
+            hint = f"{nearest} is set on the server; pass"
         raise TypeError(
             f"unknown option {name!r}; {hint} the env's arguments in env_kwargs"
         )

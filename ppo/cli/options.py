@@ -516,7 +516,8 @@ def report_errors(
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        error.args = (_TIMEOUT.sub(r"\1_seconds", str(error)), *error.args[1:])
+        if isinstance(error, EnvserveError):
+            error.args = (_TIMEOUT.sub(r"\1_seconds", str(error)), *error.args[1:])
         if is_restartable and isinstance(error, ServerLost):
             fail(error, 3)
         may_recover = is_restartable and isinstance(error, AddressError)

@@ -70,6 +70,10 @@ from tests.ppo.runs import ppo, save_run
         ),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: cannot read the config file"),
+        (
+            ["cartpole", "--set", "step_timeout=3"],
+            "unknown key 'step_timeout'. Did you mean step_timeout_seconds?",
+        ),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
