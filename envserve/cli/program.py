@@ -239,6 +239,22 @@ def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
     return values[""]
 
 
+def environment() -> dict[str, str]:
+    """Return the environment without the variables of Kubernetes services.
+
+    If a service is named envserve or envserve-metrics, Kubernetes sets variables such
+    as ENVSERVE_PORT or ENVSERVE_METRICS_PORT in all pods.
+    """
+    variables = dict(os.environ)
+    for key in os.environ:
+        service = key.removesuffix("_SERVICE_HOST")
+        if service != key:
+            forms = rf"{re.escape(service)}_(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)"
+            for name in filter(re.compile(forms).fullmatch, os.environ):
+                variables.pop(name, None)
+    return variables
+
+
 def options_of(command: Command) -> Iterator[Option]:
     """Yield the arguments and options of a command."""
     docs = _docs_of(command)[1]
@@ -389,10 +405,11 @@ def _given_options(
     parsed = vars(parser.parse_intermixed_args(words))
     has_file = "--config" in flags and "config" in parsed
     file = _read_file(parser, parsed["config"], flags) if has_file else {}
+    variables = environment()
     for option in options:
         if option.name in parsed:
             yield option, parsed[option.name], ""
-        elif text := os.environ.get(option.variable):
+        elif text := variables.get(option.variable):
             source = f"environment variable {option.variable}: "
             yield option, text.split() if option.is_list else text, source
         elif option.flag in file:

@@ -23,7 +23,13 @@ from envserve.cli.options import (
     env_names,
     import_from_here,
 )
-from envserve.cli.program import Fields, GivenOptions, Option, options_of
+from envserve.cli.program import (
+    Fields,
+    GivenOptions,
+    Option,
+    environment,
+    options_of,
+)
 from envserve.cli.terminal import fail, show_error
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import (
@@ -153,7 +159,7 @@ def _warn_about_variables() -> None:
     known = {option.variable for option in options_of(start)} | {"ENVSERVE_HOME"}
     names = [name.removeprefix("ENVSERVE_") for name in known]
     unknown = []
-    for variable in sorted(os.environ.keys() - known):
+    for variable in sorted(environment().keys() - known):
         prefix, _, name = variable.partition("ENVSERVE_")
         if name and not prefix:
             nearest = nearest_name(name, names)

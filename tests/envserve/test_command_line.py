@@ -330,6 +330,23 @@ def test_unknown_variables_of_a_server_are_one_warning(
     ]
 
 
+def test_variables_of_kubernetes_services_are_ignored(
+    settings: list[HostSettings],
+    run: Run,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for service in ("ENVSERVE", "ENVSERVE_METRICS"):
+        monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.0.0.1")
+        monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "5555")
+        for name in ("PORT", "PORT_5555_TCP", "PORT_5555_TCP_ADDR"):
+            monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:5555")
+    monkeypatch.setenv("ENVSERVE_NUM_WORKERS", "3")
+    assert run("envserve", "start") == (0, "", "")
+    assert caplog.messages == []
+    assert [(host.num_workers, host.metrics_port) for host in settings] == [(3, None)]
+
+
 def test_json_logs_have_one_object_per_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
