@@ -679,6 +679,14 @@ class BatchEnv:
         return self._group.blocks.num_rows(self._group.in_flight)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether steps, resets or calls were started and their results not returned.
+
+        Any thread may read this property, also while another one is using the batch.
+        """
+        return self._group.is_waiting
+
+    @property
     def pending(self) -> str:
         """The operation in flight: "reset", "step", "call", or "" if there is none."""
         if self._pending_reset or self._pending_call:

@@ -162,6 +162,45 @@ def test_output_that_cannot_be_written_does_not_end_a_run(
     assert not screen._ticker.is_alive()
 
 
+def test_the_activity_of_a_phase_is_shown_until_the_phase_ends(clock: Clock) -> None:
+    target = console(80, is_terminal=True)
+    screen = Screen(target)
+    screen.phase("first iteration", activity=lambda: "waiting for envs")
+    clock.now += 75.0
+    with target.capture() as capture:
+        target.print(screen._rows())
+    assert "first iteration: waiting for envs 0:01:15" in capture.get()
+
+
+def test_the_final_evaluation_does_not_show_the_numbers_of_training(
+    clock: Clock,
+) -> None:
+    target = console(120, is_terminal=True)
+    screen = Screen(target)
+    train_a_little(screen, clock)
+    for is_transient in (True, False):
+        screen.phase("evaluating 5 episodes", is_transient=is_transient)
+        with target.capture() as capture:
+            target.print(screen._rows())
+        assert "evaluating 5 episodes 0 s" in capture.get()
+        assert ("steps/s" in capture.get()) == is_transient
+
+
+def test_the_time_left_ignores_iterations_before_the_first_update(clock: Clock) -> None:
+    target = console(120, is_terminal=False)
+    screen = Screen(target)
+    screen.total_steps = 10_000
+    for steps, seconds, metrics in [
+        (500, 0.1, {}),  # random actions
+        (1_000, 0.1, {}),
+        (1_010, 1.0, METRICS),
+        (1_100, 9.0, METRICS),
+    ]:
+        clock.now += seconds
+        screen.show(Progress(steps, 10.0, 0.0, 0, metrics))
+    assert screen._line().endswith("0:14:50 left")
+
+
 def test_finished_phases_leave_a_line(clock: Clock) -> None:
     target = console(80, is_terminal=True)
     with Screen(target) as screen:
