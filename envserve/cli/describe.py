@@ -53,8 +53,10 @@ def describe(
             batch.reset()
             actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
             seconds = time_each(batch.step, actions, 0.5)
+            if not batch.stats().valid_rows:
+                fail(f"{env}: every step has failed; see the log above", 1)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "observation": batch.observation_space,

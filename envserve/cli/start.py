@@ -30,17 +30,9 @@ from envserve.cli.program import (
     environment,
     options_of,
 )
-from envserve.cli.terminal import fail, show_error
+from envserve.cli.terminal import error_code, fail, show_error
 from envserve.envs.user_envs import with_absolute_path
-from envserve.errors import (
-    AddressError,
-    EnvserveError,
-    EnvStartError,
-    KeyFileError,
-    SelfTestError,
-    ServerError,
-    UnknownEnv,
-)
+from envserve.errors import EnvserveError, SelfTestError, ServerError
 from envserve.settings import HostSettings
 from envserve.text import nearest_name
 
@@ -69,15 +61,6 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
         *("worker_user", "worker_env"),
     ),
     "Logs": ("audit", "crash_dir", "debug_errors"),
-}
-#: Exit codes for errors that prevent the server from starting; all other errors have
-#: exit code 1.
-_START_CODES: Final[Mapping[type, int]] = {
-    AddressError: 2,
-    EnvStartError: 2,
-    KeyFileError: 2,
-    SelfTestError: 3,
-    UnknownEnv: 2,
 }
 
 
@@ -151,7 +134,7 @@ def start(
     try:
         return serve_with_reload(host, serve)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
 
 
 def _warn_about_variables() -> None:
@@ -227,7 +210,7 @@ def _serve(
 
 
 def _start_code(error: Exception) -> int:
-    return next((_START_CODES[k] for k in _START_CODES if isinstance(error, k)), 1)
+    return 3 if isinstance(error, SelfTestError) else error_code(error)
 
 
 def _serve_on_ray(
