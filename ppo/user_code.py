@@ -187,6 +187,11 @@ class Callbacks:
                 continue
             with user_code_errors(name, code, CallbackError):
                 added = function(run, numbers, run.rollout) or {}
+                if env.is_closed:
+                    raise ValueError(
+                        "a callback must not close run.env; call run.stop() to end "
+                        "training"
+                    )
                 if not isinstance(added, Mapping):
                     raise TypeError(f"expected a dict or None, got {added!r:.100}")
                 numbers.update(added)

@@ -674,6 +674,11 @@ class BatchEnv:
         return row_set.env_indices, result
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the batch can no longer be used."""
+        return bool(self._unusable)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of rows that were sent but not received yet."""
         return self._group.blocks.num_rows(self._group.in_flight)

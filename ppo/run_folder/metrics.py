@@ -16,6 +16,8 @@ from typing import Self
 
 import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
@@ -93,9 +95,12 @@ class MetricsWriter:
             os.stat(self._path)
             while line:
                 line = line[self._lines.write(line) :]
-            for name, value in values.items():
-                # TensorFlow rejects Python floats that overflow float32.
-                tf.summary.scalar(tensorboard_tag(name), np.float64(value))
+            # One event with all scalars: an operation for each takes 0.6 ms.
+            summary = Summary()
+            with np.errstate(over="ignore"):  # float64 that overflows float32
+                for name, value in values.items():
+                    summary.MergeFrom(scalar_pb(tensorboard_tag(name), value))
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
 
 def tensorboard_tag(name: str) -> str:

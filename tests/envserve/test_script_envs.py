@@ -511,7 +511,8 @@ def test_a_fault_of_a_function_states_why_it_cannot_be_replayed(
     options: dict[str, Any] = {"num_workers": 1, "crash_dir": str(tmp_path)}
     env: Any = [numbered(1)]
     if is_registered:
-        gymnasium.register(registered, numbered(1))
+        make: Any = numbered(1)
+        gymnasium.register(registered, make)
         env = registered
     with (
         caplog.at_level(logging.WARNING),
