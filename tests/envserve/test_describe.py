@@ -138,7 +138,8 @@ def test_an_env_that_cannot_be_built_or_stepped_is_an_error(tmp_path: Path) -> N
     signal.signal(signal.SIGTERM, before)  # `bench` has replaced the handler
     result = invoke(PROGRAM, ["describe", f"{file}:Step"])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert "every step has failed" in result.stderr
+    *_, line = result.stderr.splitlines()
+    assert "every step has failed, also in 1 new worker process: RuntimeErr" in line
 
 
 def test_an_invalid_env_is_an_error_that_can_be_replayed(tmp_path: Path) -> None:
