@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import gymnasium
+from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector.utils import batch_space
 
 from envserve.envs.registry import find_spec, import_env_modules, make_env
@@ -49,6 +50,8 @@ class Workload:
             make_env(self.env_name, self.env_kwargs).close()
         except EnvserveError:
             raise
+        except (DependencyNotInstalled, ImportError) as error:
+            raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
         except Exception as error:
             text = f"{self.env_name} cannot be built: {type(error).__name__}: {error}"
             raise EnvStartError(text) from error
