@@ -53,6 +53,19 @@ def complete_address(address: str) -> str:
     return f"tcp://{match['host']}:{port}"
 
 
+def complete_bind(address: str) -> str:
+    """Return an address to listen on with scheme and port, like `complete_address`.
+
+    Raises:
+      ValueError: The address is malformed.
+    """
+    if not address.startswith("dns://"):  # names several hosts
+        with contextlib.suppress(AddressError):  # raised below, with the valid forms
+            address = complete_address(address)
+    is_local_address(address)
+    return address
+
+
 def is_local_address(address: str) -> bool:
     """Return whether an address can be reached only from this host.
 
@@ -67,8 +80,8 @@ def is_local_address(address: str) -> bool:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not (_PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
-            f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
-            f"got {address!r}"
+            f"expected an address like 127.0.0.1:5555, tcp://127.0.0.1:5555 or "
+            f"ipc:///path; got {address!r}"
         )
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback

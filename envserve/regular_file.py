@@ -1,4 +1,4 @@
-"""Open files that others may have created, such as those of a copied run folder."""
+"""Open files that others may have created, and flush files to disk."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ def open_regular(
             raise OSError(errno.EFBIG, text, str(path))
         on_error.pop_all()
     return open(fd, "rb")
+
+
+def flush_to_disk(path: Path) -> None:
+    """Flush a file or a folder to disk.
+
+    A new or renamed file survives a power failure only if its folder has been flushed
+    too.
+
+    Raises:
+      OSError: The data cannot be written.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -33,7 +33,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from envserve.address import is_local_address
+from envserve.address import complete_bind
 from envserve.envs.context import EnvContext
 from envserve.envs.user_envs import env_name_of, is_user_env, with_absolute_path
 from envserve.host_resources import num_cores
@@ -336,7 +336,7 @@ class HostSettings(WorkerSettings):
 
     envs_per_worker: _Count = 64
     """Number of envs per worker process. All clients together can lease this number
-    times --workers."""
+    times --num-workers."""
     env_names: tuple[str, ...] | None = None
     """Env to offer, specified like the ENV argument; repeatable. By default, all
     registered envs are offered."""
@@ -345,8 +345,8 @@ class HostSettings(WorkerSettings):
     steps all its rows in one call; repeatable. Other envs are run as vector envs only
     for clients that request it."""
     binds: Annotated[tuple[str, ...], Meta(min_length=1)] = ("tcp://127.0.0.1:5555",)
-    """Address to listen on: tcp://HOST:PORT, where port 0 selects a free port, or
-    ipc://PATH; repeatable."""
+    """Address to listen on: HOST, HOST:PORT or tcp://HOST:PORT, where port 0 selects a
+    free port, or ipc://PATH; repeatable."""
     exposed: frozenset[ExposeRule] = frozenset()
     """Env attribute that clients may access: NAME allows getting and calling it;
     get:NAME, set:NAME or call:NAME allows one kind of access. Repeatable."""
@@ -355,9 +355,9 @@ class HostSettings(WorkerSettings):
     NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' allows only these values;
     NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
-    """Maximum number of worker processes for all clients together, raised to --workers
-    if it is lower; by default, four per core. The limit of one key is three quarters
-    of these processes, but at least --workers."""
+    """Maximum number of worker processes for all clients together, raised to
+    --num-workers if it is lower; by default, four per core. The limit of one key is
+    three quarters of these processes, but at least --num-workers."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
@@ -413,11 +413,10 @@ class HostSettings(WorkerSettings):
             check_ranges(self.allowed_kwargs)
         except ValueError as error:
             raise ValueError(f"allowed_kwargs: {error}") from None
-        for address in self.binds:
-            try:
-                is_local_address(address)
-            except ValueError as error:
-                raise ValueError(f"binds: {error}") from None
+        try:
+            vars(self)["binds"] = tuple(map(complete_bind, self.binds))
+        except ValueError as error:
+            raise ValueError(f"binds: {error}") from None
         # `expanduser` returns the path unchanged if there is no such user.
         home = os.path.expanduser(f"~{self.worker_user}")
         if self.worker_user and (home.startswith("~") or os.geteuid() != 0):

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
+import torch  # pip install '.[trainers]'
 from gymnasium.wrappers.vector import NormalizeObservation, RecordEpisodeStatistics
 from torch import nn
 from torch.distributions import Categorical

@@ -11,7 +11,7 @@ import argparse
 from typing import Any
 
 import gymnasium
-import jax
+import jax  # pip install '.[trainers]'
 import jax.numpy as jnp
 import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv

@@ -6,7 +6,7 @@ python examples/optuna_ppo.py [--connect sim1 sim2]
 import argparse
 from pathlib import Path
 
-import optuna
+import optuna  # pip install '.[trainers]'
 import tensorflow as tf
 
 from ppo.config.named_configs import CONFIGS

@@ -6,7 +6,7 @@ python examples/optuna_sweep.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
-import optuna
+import optuna  # pip install '.[trainers]'
 import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.evaluation import evaluate_policy

@@ -6,7 +6,7 @@ python examples/rllib_ppo.py [--connect tcp://sim1:5555 tcp://sim2:5555]
 import argparse
 import time
 
-import ray
+import ray  # pip install '.[trainers]'
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 

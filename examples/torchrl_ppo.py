@@ -8,7 +8,7 @@ import time
 from collections import deque
 
 import gymnasium as gym
-import torch
+import torch  # pip install '.[trainers]'
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector

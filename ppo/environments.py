@@ -9,7 +9,7 @@ from gymnasium.vector.utils import batch_space
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
 from envserve.client.link.server_pool import live_servers
-from envserve.errors import AddressError, EnvTimeout
+from envserve.errors import AddressError, EnvStartError, EnvTimeout
 from envserve.settings import Autoreset
 from ppo.config.config import Config
 from ppo.errors import ConfigError
@@ -25,6 +25,8 @@ a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 
 #: Maximum number of attempts of `first_step`, because some resets or steps may fail.
 _MAX_FIRST_STEPS = 100
+#: Settings that add wrappers to the training envs.
+_WRAPPING_SETTINGS = ("training_time_limit", "stagger_episodes")
 _Wrappers = tuple[Mapping[str, Any], ...]
 
 
@@ -85,7 +87,7 @@ def env_maker(
             "addresses."
         )
 
-    def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
+    def make_batch(num_envs: int, seed: int, is_training: bool) -> BatchEnv:
         options: dict[str, Any] = {
             "num_envs": num_envs,
             "num_splits": config.num_splits,
@@ -126,6 +128,18 @@ def env_maker(
             insecure=config.insecure,
             **options,
         )
+
+    def make_env(*, num_envs: int, seed: int, is_training: bool = False) -> BatchEnv:
+        try:
+            return make_batch(num_envs, seed, is_training)
+        except EnvStartError as error:  # such as a vector env, which has no wrappers
+            names = [name for name in _WRAPPING_SETTINGS if getattr(config, name)]
+            if is_training and names and "wrappers" in str(error):
+                error.add_note(
+                    f"The training envs have wrappers because of {', '.join(names)}; "
+                    "remove these settings if the envs do not support wrappers."
+                )
+            raise
 
     return make_env
 

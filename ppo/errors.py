@@ -22,6 +22,7 @@ __all__ = [
     "RunFolderError",
     "RunLockedError",
     "RunWriteError",
+    "TrainingStopped",
     "UnsupportedSpaceError",
     "UntrustedCodeError",
     "suggestion",
@@ -82,6 +83,10 @@ class EnvsLostError(PpoError):
 
 class LearnerLostError(PpoError):
     """Another learner of the run failed, or did not connect in time."""
+
+
+class TrainingStopped(PpoError):
+    """Training must stop now, without waiting for the envs to complete a rollout."""
 
 
 class DivergedError(PpoError):

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv, StepResult
 from ppo.agent.actions.action_spaces import ActionAdapter, make_action_adapter
-from ppo.agent.observations import space_leaves
-from ppo.errors import EnvDataError, UnsupportedSpaceError
+from ppo.errors import EnvDataError
+from ppo.spaces import observation_leaves
 
 __all__ = ["InGraphBatchEnv"]
 
@@ -51,12 +51,7 @@ class InGraphBatchEnv:
     def __init__(self, env: BatchEnv, actions: ActionAdapter | None = None) -> None:
         self.env = env
         self.num_envs = env.num_envs
-        spaces = space_leaves(env.observation_space)
-        sizes = [int(np.prod(space.shape)) for space in tf.nest.flatten(spaces)]
-        if not min(sizes, default=0):
-            raise UnsupportedSpaceError(
-                f"observation: expected at least one element in each leaf, got {spaces}"
-            )
+        spaces = observation_leaves(env.observation_space)
         self.observation_spec = tf.nest.map_structure(
             lambda space: tf.TensorSpec([env.num_envs, *space.shape], space.dtype),
             spaces,

@@ -25,6 +25,7 @@ from ppo.errors import (
     DivergedError,
     EnvDataError,
     EnvsLostError,
+    TrainingStopped,
 )
 from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
 from ppo.learners import SINGLE_LEARNER, Learners
@@ -86,7 +87,9 @@ def train(
 ) -> TrainResult:
     """Train an agent for the config's `total_steps`.
 
-    If envs or callbacks fail, a checkpoint is written before the error is raised.
+    If envs or callbacks fail, a checkpoint is written before the error is raised. If
+    `TrainingStopped` is raised while the envs are stepped, training ends, and a
+    checkpoint of the last complete iteration is written.
 
     Args:
         config: All settings.
@@ -207,6 +210,10 @@ class _Loop:
                 self._report()
                 self._save(evaluation)
                 raise
+            except TrainingStopped:
+                self._report()
+                self._save(evaluation)
+                break
             is_last = any(map(any, ends))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
@@ -304,7 +311,8 @@ class _Loop:
 
 def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
     steps, lost_steps = run.counters.steps, run.lost_steps.total
-    rows = read_metrics(run_folder.metrics_path) if run.learners.is_chief else []
+    has_rows = run.learners.is_chief and run.counters.iteration > 0
+    rows = read_metrics(run_folder.metrics_path) if has_rows else []
     curve = tuple(
         (int(row["steps"]), row["evaluation_return"])
         for row in rows

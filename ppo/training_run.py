@@ -31,6 +31,7 @@ from ppo.rollout import (
 )
 from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
+from ppo.user_code import check_metric_names
 
 __all__ = ["TrainingRun"]
 
@@ -173,7 +174,7 @@ class TrainingRun:
         """
         try:
             numbers = {name: float(value) for name, value in metrics.items()}
-            "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
+            check_metric_names(numbers)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {self.config.algorithm}: expected `{method}` to return a "

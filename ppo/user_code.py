@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 from typing import Any
@@ -114,6 +114,19 @@ def source_location(code: Any, error: BaseException | None = None) -> str:
     return f"{file}:{line}: " if line else ""
 
 
+def check_metric_names(names: Iterable[Any]) -> None:
+    """Check that names of metrics can be written to files.
+
+    Raises:
+        TypeError: A name is not a string.
+        UnicodeEncodeError: A name contains a surrogate, which UTF-8 cannot encode.
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"expected names of metrics, got {name!r}")
+        name.encode()
+
+
 class Callbacks:
     """The callbacks of a config, called in the order of the config.
 
@@ -174,6 +187,11 @@ class Callbacks:
                 continue
             with user_code_errors(name, code, CallbackError):
                 added = function(run, numbers, run.rollout) or {}
+                if env.is_closed:
+                    raise ValueError(
+                        "a callback must not close run.env; call run.stop() to end "
+                        "training"
+                    )
                 if not isinstance(added, Mapping):
                     raise TypeError(f"expected a dict or None, got {added!r:.100}")
                 numbers.update(added)
@@ -185,9 +203,7 @@ class Callbacks:
                         "because the next rollout continues this rollout's episodes; "
                         "create a separate BatchEnv instead"
                     )
-                if invalid := [key for key in numbers if not isinstance(key, str)]:
-                    raise TypeError(f"expected names of metrics, got {invalid[0]!r}")
-                "".join(numbers).encode()  # raises UnicodeEncodeError for surrogates
+                check_metric_names(numbers)
                 numbers = {key: float(value) for key, value in numbers.items()}
         names = numbers.keys() - {*metrics, "steps"}
         return {k: numbers[k] for k in names if not k.startswith("evaluation_")}

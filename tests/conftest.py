@@ -139,3 +139,17 @@ def seeded_global_randomness(random_seed: int) -> None:
     """Seed the global random generators, which some envs and libraries use."""
     random.seed(random_seed)
     np.random.seed(random_seed)
+
+
+@pytest.fixture
+def flushed_inodes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each call of `os.fsync` appends the inode."""
+    inodes: list[int] = []
+    fsync = os.fsync
+
+    def record(fd: int) -> None:
+        inodes.append(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return inodes

@@ -175,7 +175,12 @@ def running_server(
         command = main_command(
             "envserve.__main__",
             *("start", "--env", load.env_name),
-            *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
+            *(
+                "--num-workers",
+                str(load.num_workers),
+                "--bind",
+                bind.format(folder=folder),
+            ),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
             *("--log-level", "warning", "--drain-grace", "0"),
             *(part for name in load.import_modules for part in ("--import", name)),

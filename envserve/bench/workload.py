@@ -12,7 +12,7 @@ from gymnasium.error import DependencyNotInstalled
 from gymnasium.vector.utils import batch_space
 
 from envserve.envs.registry import find_spec, import_env_modules, make_env
-from envserve.errors import EnvStartError
+from envserve.errors import EnvserveError, EnvStartError
 
 #: Number of different action batches; each case cycles through them.
 _NUM_ACTION_BATCHES: Final = 64
@@ -43,14 +43,18 @@ class Workload:
 
         Raises:
           UnknownEnv: The env is not registered.
-          EnvStartError: A module cannot be imported, or a package that the env needs is
-            missing.
+          EnvStartError: A module cannot be imported, or the env cannot be built.
         """
         import_env_modules(self.import_modules)
         try:
             make_env(self.env_name, self.env_kwargs).close()
+        except EnvserveError:
+            raise
         except (DependencyNotInstalled, ImportError) as error:
             raise EnvStartError(f"{self.env_name} cannot be built: {error}") from error
+        except Exception as error:
+            text = f"{self.env_name} cannot be built: {type(error).__name__}: {error}"
+            raise EnvStartError(text) from error
 
     def actions(self) -> list[Any]:
         """Return batches of actions `[num_envs, ...]`, the same ones in each call."""

@@ -44,4 +44,4 @@ def bench(
         load = Workload(name, num_envs, workers, seconds, import_modules=modules)
         measure(load, rounds)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)

@@ -50,7 +50,7 @@ def check(
             line = f"{result.section}: {result.title}{reason}"
             out.print(Text.assemble(outcome, line), soft_wrap=True)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
     if not json_:
         print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return min(1, counts["fail"])

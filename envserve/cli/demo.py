@@ -79,7 +79,7 @@ def demo(
                 running.check()
             print(running)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
 
 
 def _run_in_terminal(demo: Demo) -> None:

@@ -40,7 +40,7 @@ def describe(
         if address is None:
             import_from_here(import_, env)
             name, modules = name_and_imports(env, import_ or ())
-            batch = BatchEnv.local(name, 1, 1, import_modules=modules)
+            batch = BatchEnv.local(name, 1, 1, import_modules=modules, max_restarts=1)
         else:
             batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
         with batch:
@@ -54,7 +54,7 @@ def describe(
             actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
             seconds = time_each(batch.step, actions, 0.5)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "observation": batch.observation_space,

@@ -69,5 +69,5 @@ def drain(
                         )
                     connection.wait(0.1, for_writing=False)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error, 1)  # a refusal is not an error in the input
     print(f"{address}: the server has drained and exited")

@@ -37,6 +37,6 @@ def envs(
             address = address_of(address)
             names = request_welcome(address, timeout, insecure=insecure).env_names
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
     for name in names:
         print(name)

@@ -239,6 +239,22 @@ def parse(command: Command, words: Sequence[str], name: str) -> dict[str, Any]:
     return values[""]
 
 
+def environment() -> dict[str, str]:
+    """Return the environment without the variables of Kubernetes services.
+
+    If a service is named envserve or envserve-metrics, Kubernetes sets variables such
+    as ENVSERVE_PORT or ENVSERVE_METRICS_PORT in all pods.
+    """
+    variables = dict(os.environ)
+    for key in os.environ:
+        service = key.removesuffix("_SERVICE_HOST")
+        if service != key:
+            forms = rf"{re.escape(service)}_(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)"
+            for name in filter(re.compile(forms).fullmatch, os.environ):
+                variables.pop(name, None)
+    return variables
+
+
 def options_of(command: Command) -> Iterator[Option]:
     """Yield the arguments and options of a command."""
     docs = _docs_of(command)[1]
@@ -389,10 +405,11 @@ def _given_options(
     parsed = vars(parser.parse_intermixed_args(words))
     has_file = "--config" in flags and "config" in parsed
     file = _read_file(parser, parsed["config"], flags) if has_file else {}
+    variables = environment()
     for option in options:
         if option.name in parsed:
             yield option, parsed[option.name], ""
-        elif text := os.environ.get(option.variable):
+        elif text := variables.get(option.variable):
             source = f"environment variable {option.variable}: "
             yield option, text.split() if option.is_list else text, source
         elif option.flag in file:
@@ -417,16 +434,20 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
 
 def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
     """Return a hint to pass an unknown flag as a KEY=VALUE of an option; "" if none."""
-    key = f"{flag.removeprefix('--').replace('-', '_')}="
+    name = flag.removeprefix("--").replace("-", "_")
     for option in options:
-        if option.metavar == "KEY=VALUE" and key in option.values():
-            return f"; did you mean {option.flag} {key}{value or 'VALUE'}?"
+        if option.metavar == "KEY=VALUE":
+            for key in {f"{name}=", f"{name}_seconds="}.intersection(option.values()):
+                return f"; did you mean {option.flag} {key}{value or 'VALUE'}?"
     return ""
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    nearest = nearest_name(word, known)
-    return f"; did you mean {nearest}?" if nearest else ""
+    # Without the prefix, --workers is similar to --num-workers.
+    prefix = "--" if word.startswith("--") else ""
+    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+    nearest = nearest_name(word.removeprefix(prefix), names)
+    return f"; did you mean {prefix}{nearest}?" if nearest else ""
 
 
 def _version(name: str) -> str:

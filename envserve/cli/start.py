@@ -23,18 +23,16 @@ from envserve.cli.options import (
     env_names,
     import_from_here,
 )
-from envserve.cli.program import Fields, GivenOptions, Option, options_of
-from envserve.cli.terminal import fail, show_error
-from envserve.envs.user_envs import with_absolute_path
-from envserve.errors import (
-    AddressError,
-    EnvserveError,
-    EnvStartError,
-    KeyFileError,
-    SelfTestError,
-    ServerError,
-    UnknownEnv,
+from envserve.cli.program import (
+    Fields,
+    GivenOptions,
+    Option,
+    environment,
+    options_of,
 )
+from envserve.cli.terminal import error_code, fail, show_error
+from envserve.envs.user_envs import with_absolute_path
+from envserve.errors import EnvserveError, SelfTestError, ServerError
 from envserve.python_process import uncollected_imports
 from envserve.settings import HostSettings
 from envserve.text import nearest_name
@@ -42,7 +40,6 @@ from envserve.text import nearest_name
 _LOGGER: Final = logging.getLogger(__name__)
 #: Flags that are not named after their field.
 _FLAGS: Final = {
-    "num_workers": "--workers",
     "env_names": "--env",
     "vector_envs": "--vector",
     "binds": "--bind",
@@ -65,15 +62,6 @@ _PANELS: Final[Mapping[str, Container[str]]] = {
         *("worker_user", "worker_env"),
     ),
     "Logs": ("audit", "crash_dir", "debug_errors"),
-}
-#: Exit codes for errors that prevent the server from starting; all other errors have
-#: exit code 1.
-_START_CODES: Final[Mapping[type, int]] = {
-    AddressError: 2,
-    EnvStartError: 2,
-    KeyFileError: 2,
-    SelfTestError: 3,
-    UnknownEnv: 2,
 }
 
 
@@ -122,8 +110,8 @@ def start(
       servers: Number of servers to start on the Ray cluster.
       scale_to: Total number of servers on the Ray cluster, instead of --servers: start
         the missing ones, or stop the newest ones and exit.
-      config: TOML file with options by their long names, such as workers = 4. The
-        command line overrides environment variables (ENVSERVE_WORKERS=4; lists are
+      config: TOML file with options by their long names, such as num-workers = 4. The
+        command line overrides environment variables (ENVSERVE_NUM_WORKERS=4; lists are
         separated by spaces), which override the file.
     """
     set_up_logs(log_level, log_format)
@@ -147,7 +135,7 @@ def start(
     try:
         return serve_with_reload(host, serve)
     except EnvserveError as error:
-        fail(error, 1)
+        fail(error)
 
 
 def _warn_about_variables() -> None:
@@ -155,7 +143,7 @@ def _warn_about_variables() -> None:
     known = {option.variable for option in options_of(start)} | {"ENVSERVE_HOME"}
     names = [name.removeprefix("ENVSERVE_") for name in known]
     unknown = []
-    for variable in sorted(os.environ.keys() - known):
+    for variable in sorted(environment().keys() - known):
         prefix, _, name = variable.partition("ENVSERVE_")
         if name and not prefix:
             nearest = nearest_name(name, names)
@@ -224,7 +212,7 @@ def _serve(
 
 
 def _start_code(error: Exception) -> int:
-    return next((_START_CODES[k] for k in _START_CODES if isinstance(error, k)), 1)
+    return 3 if isinstance(error, SelfTestError) else error_code(error)
 
 
 def _serve_on_ray(

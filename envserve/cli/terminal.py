@@ -12,15 +12,44 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from envserve.cli.logs import JsonLines
+from envserve.errors import (
+    AddressError,
+    EnvStartError,
+    KeyFileError,
+    ReproError,
+    SpaceError,
+    UnknownEnv,
+    VideoError,
+    WrapperError,
+)
 from envserve.text import exception_line, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def fail(error: Exception | str, code: int) -> NoReturn:
-    """Print an error and exit; "Exit codes" in the docs lists the codes."""
+#: Errors that report a mistake in the input of a command.
+_INPUT_ERRORS = (
+    *(AddressError, EnvStartError, KeyFileError, ReproError, SpaceError, UnknownEnv),
+    *(VideoError, WrapperError),
+)
+
+
+def error_code(error: Exception) -> int:
+    """Return the exit code for an error: 2 for wrong input, 1 for a failure."""
+    return 2 if isinstance(error, _INPUT_ERRORS) else 1
+
+
+def fail(error: Exception | str, code: int | None = None) -> NoReturn:
+    """Print an error and exit; "Exit codes" in the docs lists the codes.
+
+    Args:
+      error: Exception or text.
+      code: The exit code; by default, the one that `error_code` returns.
+    """
     show_error(error)
+    if code is None:
+        code = 1 if isinstance(error, str) else error_code(error)
     raise SystemExit(code)
 
 

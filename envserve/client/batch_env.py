@@ -675,9 +675,22 @@ class BatchEnv:
         return row_set.env_indices, result
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the batch can no longer be used."""
+        return bool(self._unusable)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of rows that were sent but not received yet."""
         return self._group.blocks.num_rows(self._group.in_flight)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether steps, resets or calls were started and their results not returned.
+
+        Any thread may read this property, also while another one is using the batch.
+        """
+        return self._group.is_waiting
 
     @property
     def pending(self) -> str:

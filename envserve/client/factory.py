@@ -97,7 +97,9 @@ def local_settings(
     if num_envs is None:
         num_envs = len(code.env_fns) or 1
     is_complete = not (code.wrappers or any(code.kwargs))
-    settings["is_replayable"] = is_complete and user_envs.is_importable(name)
+    is_in_script = name in code.specs and user_envs.module_of(name) in ("", "__main__")
+    is_importable = user_envs.is_importable(name) and not is_in_script
+    settings["is_replayable"] = is_complete and is_importable
     settings["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name, num_envs=num_envs, **settings)
 
@@ -262,13 +264,15 @@ def _checked_settings(
     Raises:
       TypeError: An option is not in `known`, a TypedDict of options.
     """
+    accepted = [*signature(function).parameters, *known.__annotations__]
+    local = *LocalOptions.__annotations__, "num_workers"
+    on_server = [name for name in local if name not in accepted]
     for name in options.keys() - known.__annotations__:
-        nearest = nearest_name(
-            name, [*signature(function).parameters, *known.__annotations__]
-        )
+        nearest = name if name in on_server else nearest_name(name, accepted)
+        nearest = nearest or nearest_name(name, on_server)
         hint = f"did you mean {nearest}? Pass" if nearest else "pass"
-        if name in LocalOptions.__annotations__ or name == "num_workers":
-            hint = "it is set on the server; pass"
+        if nearest in on_server:
+            hint = f"{nearest} is set on the server; pass"
         raise TypeError(
             f"unknown option {name!r}; {hint} the env's arguments in env_kwargs"
         )

@@ -59,6 +59,11 @@ class LaneGroup:
         #: reset or call of the block is in flight.
         self._deferred: dict[int, DeferredOutcome] = {}
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether operations of blocks were started and not released."""
+        return bool(self.in_flight or self._cancelled or self._called)
+
     # Steps.
 
     def send(

@@ -246,7 +246,8 @@ def _expand(
         raise TypeError("env: expected the name of an env, or a function; got None")
     added = {name: options.pop(name) for name in options.keys() - known}
     for name in added:
-        matches = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+        variants = {f"num_{name}", name.removesuffix("_seconds")} & known
+        matches = [*variants, *difflib.get_close_matches(name, known, 1, cutoff=0.85)]
         if matches and name not in _arguments_of(env):
             raise TypeError(
                 f"unknown option {name!r}; did you mean {matches[0]}? Pass it in "
@@ -361,7 +362,7 @@ def make_batch(
         return BatchEnv.connect(env, addresses, num_envs, **settings)
     raise ValueError(
         "num_workers: expected None if addresses are given, because each server sets "
-        f"it (envserve start --workers); got {num_workers}"
+        f"it (envserve start --num-workers); got {num_workers}"
     )
 
 

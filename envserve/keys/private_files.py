@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from envserve.errors import KeyFileError
-from envserve.regular_file import open_regular
+from envserve.regular_file import flush_to_disk, open_regular
 
 #: Maximum size of a private file; enough for 100,000 clients, one per line.
 _MAX_BYTES: Final = 1 << 26
@@ -150,3 +150,4 @@ def write_private(path: Path, text: str) -> None:
             file.flush()
             os.fsync(fd)
         os.replace(part, path)
+        flush_to_disk(path.parent)

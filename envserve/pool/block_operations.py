@@ -405,7 +405,10 @@ class BlockOperations:
             elif "MemoryError" in fault.cause.partition(":")[0]:
                 reason = f"{env} ran out of memory"
             if num_replaced > config.max_restarts and worker.error is None:
-                restarted = f", also in {config.max_restarts} new worker processes"
+                number = config.max_restarts
+                restarted = (
+                    f", also in {number} new worker process{'es' * (number > 1)}"
+                )
                 suffix = restarted if config.max_restarts else ""
                 worker.error = EnvError(
                     f"{env.capitalize()}: every step has failed{suffix}: {fault.cause}",

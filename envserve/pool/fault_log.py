@@ -356,14 +356,17 @@ class FaultLog:
     def _replay_command(self, path: Path | None) -> list[str]:
         if path is None:
             return []
+        if not self._config.is_replayable:
+            return [
+                f"its actions are in {path}; to replay such faults, move the env, its "
+                f"wrappers and its arguments from the script to a separate file"
+            ]
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
         purpose = "to replay it"
         if self._config.vectorized:
             purpose = "actions of its first row"
-        elif not self._config.is_replayable:
-            purpose = "its actions, which cannot be replayed without the script"
         return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
 
 

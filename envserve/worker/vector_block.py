@@ -404,9 +404,10 @@ class VectorBlock:
 
 
 def _make_vector_env(config: BuildMessage, rows: range) -> Any:
-    for setting in ("wrappers", "spare_envs"):
-        if getattr(config, setting):
-            raise EnvStartError(f"vector envs do not support {setting}; remove it")
+    if config.spare_envs:
+        raise EnvStartError("vector envs do not support spare_envs; remove it")
+    if names := ", ".join(wrapper.name for wrapper in config.wrappers):
+        raise EnvStartError(f"vector envs do not support wrappers; remove {names}")
     if not isinstance(config.env_kwargs, Mapping):
         raise EnvStartError(
             "expected one map of env_kwargs for a vector env; got several"

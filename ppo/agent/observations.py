@@ -15,39 +15,8 @@ import tensorflow as tf
 
 from ppo.agent.normalize import RunningMoments
 from ppo.environments import MASK_KEY
-from ppo.errors import UnsupportedSpaceError
-from ppo.images import is_image
 from ppo.learners import SINGLE_LEARNER, Learners
-
-
-def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
-    """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.
-
-    Returns:
-        A `tf.nest` structure whose leaves are Box, Discrete, MultiBinary or
-        MultiDiscrete spaces.
-
-    Raises:
-        UnsupportedSpaceError: A leaf is any other kind of space.
-    """
-    if isinstance(space, gymnasium.spaces.Dict):
-        return {
-            name: space_leaves(part, f"{path}[{name!r}]")
-            for name, part in space.spaces.items()
-        }
-    if isinstance(space, gymnasium.spaces.Tuple):
-        return tuple(
-            space_leaves(part, f"{path}[{index}]")
-            for index, part in enumerate(space.spaces)
-        )
-    if _leaf_kind(space) is None:
-        raise UnsupportedSpaceError(
-            f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
-            f"Tuple of those, got {space}; remove it with the wrapper "
-            "FilterObservation (filter_keys lists the keys to keep), or wrap the env "
-            "to encode it as a Box."
-        )
-    return space
+from ppo.spaces import leaf_kind, space_leaves
 
 
 class ObservationPreprocessor:
@@ -224,7 +193,7 @@ class _Leaf:
         self, space: gymnasium.Space[Any], *, normalize: bool, clip: float
     ) -> None:
         self._space: Any = space
-        self._kind = _leaf_kind(space)
+        self._kind = leaf_kind(space)
         self._clip = clip
         self.size = gymnasium.spaces.flatdim(space)
         self.moments: RunningMoments | None = None
@@ -285,16 +254,3 @@ def _as_space(nest: Any) -> gymnasium.Space[Any]:
     if isinstance(nest, tuple):
         return gymnasium.spaces.Tuple([_as_space(part) for part in nest])
     return nest
-
-
-def _leaf_kind(space: gymnasium.Space[Any]) -> str | None:
-    """Return the kind of a leaf, such as "image"; None if its space is unsupported."""
-    if isinstance(space, gymnasium.spaces.Box):
-        return "image" if is_image(space) else "box"
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return "discrete"
-    if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        return "multi_discrete"
-    if isinstance(space, gymnasium.spaces.MultiBinary):
-        return "multi_binary"
-    return None

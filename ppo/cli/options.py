@@ -30,16 +30,7 @@ from envserve.envs.user_envs import (
     split_reference,
     with_absolute_path,
 )
-from envserve.errors import (
-    AddressError,
-    EnvserveError,
-    EnvStartError,
-    ServerLost,
-    SpaceError,
-    UnknownEnv,
-    VideoError,
-    WrapperError,
-)
+from envserve.errors import AddressError, EnvserveError, ServerLost
 from envserve.python_process import uncollected_imports
 from envserve.text import install_command, one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
@@ -64,11 +55,6 @@ from ppo.run_folder.trust import (
 
 if TYPE_CHECKING:
     from ppo.run_folder.checkpoint import CheckpointId
-
-_BAD_INPUT = (
-    *(BadInputError, UnknownEnv, SpaceError, EnvStartError, WrapperError),
-    *(AddressError, VideoError),
-)
 
 #: Names of timeouts in error messages of envserve. The settings of ppo have the same
 #: names with the suffix `_seconds`.
@@ -517,8 +503,10 @@ def report_errors(
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():
             yield
     except (PpoError, EnvserveError) as error:
-        error.args = (_TIMEOUT.sub(r"\1_seconds", str(error)), *error.args[1:])
+        if isinstance(error, EnvserveError):
+            error.args = (_TIMEOUT.sub(r"\1_seconds", str(error)), *error.args[1:])
         if is_restartable and isinstance(error, ServerLost):
             fail(error, 3)
-        may_recover = is_restartable and isinstance(error, AddressError)
-        fail(error, 2 if isinstance(error, _BAD_INPUT) and not may_recover else 1)
+        if is_restartable and isinstance(error, AddressError):
+            fail(error, 1)
+        fail(error, 2 if isinstance(error, BadInputError) else None)

@@ -79,11 +79,13 @@ class Screen:
         self._has_glyphs = not console.options.ascii_only
         self._seconds_between_lines = seconds_between_lines
         self._phase, self._is_transient = "", True
-        self._began = 0.0
+        self._activity: Callable[[], str] = lambda: ""
+        self._began = self._training_began = 0.0
         self._progress: Progress | None = None
         # Time in seconds and env steps of the first and the last progress report.
         self._first = self._last = (0.0, 0)
         self._num_reports = 0
+        self._is_learning = False
         self._returns: list[float] = []
         self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
         self._is_closed = threading.Event()
@@ -110,13 +112,23 @@ class Screen:
         else:
             self._ticker.join()
 
-    def phase(self, name: str, *, is_transient: bool = False) -> None:
+    def phase(
+        self,
+        name: str,
+        *,
+        is_transient: bool = False,
+        activity: Callable[[], str] = lambda: "",
+    ) -> None:
         """End the current phase, and start another one unless `name` is empty.
 
-        When a phase ends, its line stays on the screen, unless it `is_transient`.
+        Args:
+            name: Name of the phase.
+            is_transient: Whether the line of the phase is removed when the phase ends.
+            activity: Returns the current activity within the phase, to show with it.
         """
         self._end_phase(is_finished=not is_transient)
         self._phase, self._is_transient = name, is_transient
+        self._activity = activity
         self._began = time.monotonic()
         if name and not self._is_live and not is_transient:
             self.print(f"{name} ...")
@@ -132,9 +144,17 @@ class Screen:
         is_first, self._progress = self._progress is None, progress
         if is_first:
             self._end_phase(is_finished=True)
-            self._first = self._last
+            self._training_began = self._last[0]
+        if is_first or not self._is_learning:
+            # Restart the estimate of the time left at the first update: SAC begins with
+            # iterations without updates, which take much less time.
+            has_losses = any(name in progress.metrics for name in _METRICS)
+            if is_first or has_losses:
+                self._first, self._num_reports = self._last, 1
+            self._is_learning = has_losses
         self._phase, self._is_transient = _TRAINING, False
-        self._began = self._first[0]
+        self._activity = lambda: ""
+        self._began = self._training_began
         if not math.isnan(progress.mean_return):
             self._returns.append(progress.mean_return)
         if is_first and not self._is_live:
@@ -173,9 +193,14 @@ class Screen:
 
     def _line(self) -> str:
         if self._progress is None or self._phase != _TRAINING:
-            return f"{self._phase}, {_duration(time.monotonic() - self._began)} so far"
+            duration = _duration(time.monotonic() - self._began)
+            return f"{self._name()}, {duration} so far"
         (time_left, *timing), results = self._cells(self._progress)
         return ", ".join((*timing, *results, time_left))
+
+    def _name(self) -> str:
+        activity = self._activity()
+        return f"{self._phase}: {activity}" if activity else self._phase
 
     def _cells(self, progress: "Progress") -> tuple[list[str], list[str]]:
         """Return a list of texts about time and steps, and a list about results.
@@ -210,9 +235,11 @@ class Screen:
     def _rows(self) -> RenderableType:
         if not self._phase:
             return ""
-        name = f"{self._phase} {_duration(time.monotonic() - self._began)}"
+        name = f"{self._name()} {_duration(time.monotonic() - self._began)}"
         self._spinner.update(text=name)
-        if self._progress is None:
+        # An evaluation during training is transient.
+        is_training = self._phase == _TRAINING or self._is_transient
+        if self._progress is None or not is_training:
             return self._spinner
         timing, results = self._cells(self._progress)
         steps, width = self._progress.steps, self._console.width

@@ -33,6 +33,7 @@ from ppo.config.named_configs import (
 from ppo.errors import ConfigError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, is_trusted, trust_code
+from ppo.spaces import check_spaces
 
 _CLUSTER = (
     '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
@@ -171,6 +172,7 @@ def plan_resumed_run(
     source = resolve_env_source(run_folder.env_source(), options, earlier)
     config = with_absolute_paths(resumed_config(earlier, changes))
     config = options.with_moved_files(config)
+    config.check_algorithm()
     find_user_code(config, source)
     remark = ""
     if name is not None and named is not None and not is_env(name):
@@ -237,6 +239,7 @@ def plan_new_run(
         raise ConfigError(f"Expected {CONFIG_FORMS}.")
     base = with_algorithm(load_config(name), changes)
     config = with_absolute_paths(apply_settings(base, changes))
+    config.check_algorithm()
     find_user_code(config, source)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker, first_step
@@ -253,6 +256,7 @@ def plan_new_run(
         make_env = rendering_env_maker(single, source.addresses, source.import_modules)
     with make_env(num_envs=1, seed=0) as env:
         spaces = env.observation_space, env.action_space
+        check_spaces(config.algorithm, *spaces)
         if first_step(env) and film:
             render_frame(env)
     origin = f"of {name}"

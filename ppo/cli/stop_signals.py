@@ -1,4 +1,9 @@
-"""Stop gracefully at the first SIGINT or SIGTERM, and immediately at the second."""
+"""Stop gracefully at the first SIGINT or SIGTERM, and immediately at the second.
+
+After the first signal, training completes its iteration. If the envs do not answer, the
+iteration is abandoned instead: the listener thread sends the signal again to the main
+thread, whose handler raises `TrainingStopped`.
+"""
 
 import signal
 import socket
@@ -6,6 +11,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+
+from ppo.errors import TrainingStopped
 
 
 class StopSignals:
@@ -18,14 +25,25 @@ class StopSignals:
 
     Args:
         on_first: Called in the listener thread when the first signal arrives.
+        is_waiting: Returns whether the main thread is waiting for envs.
+        stalled_seconds: If no batch step has ended for this time after the first
+            signal, and the main thread is waiting for envs, `TrainingStopped` is raised
+            in the main thread.
 
     Attributes:
         received: The first signal, or None.
     """
 
-    def __init__(self, on_first: Callable[[], None] = lambda: None) -> None:
-        self._on_first = on_first
-        self._must_stop_now = False
+    def __init__(
+        self,
+        on_first: Callable[[], None] = lambda: None,
+        is_waiting: Callable[[], bool] = lambda: False,
+        stalled_seconds: float = 5.0,
+    ) -> None:
+        self._on_first, self._is_waiting = on_first, is_waiting
+        self._stalled_seconds = stalled_seconds
+        self._must_stop = self._must_stop_now = False
+        self._has_stepped = self._is_stalled = False
         self._reader, self._writer = socket.socketpair()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self.received: signal.Signals | None = None
@@ -55,21 +73,46 @@ class StopSignals:
         return self.received is not None
 
     def check(self) -> None:
-        """Raise `KeyboardInterrupt` if a second signal has arrived; thread-safe."""
-        if self._must_stop_now:
-            raise KeyboardInterrupt
+        """Record a batch step; raise `KeyboardInterrupt` after a second signal.
+
+        This method is thread-safe.
+        """
+        if self._must_stop:
+            self._has_stepped = True
+            if self._must_stop_now:
+                raise KeyboardInterrupt
 
     def _listen(self) -> None:
         """Read the numbers of received signals, until the writing socket is closed."""
-        count = 0
-        while number := self._reader.recv(1):
+        count, first = 0, 0
+        while True:
+            try:
+                number = self._reader.recv(1)
+            except TimeoutError:
+                if self._is_waiting() and not self._has_stepped:
+                    self._is_stalled = True
+                    count -= 1  # the signal that is sent here is not a second one
+                    signal.pthread_kill(threading.main_thread().ident or 0, first)
+                self._has_stepped = False
+                continue
+            if not number:
+                return
             count += number[0] in self._previous
-            if count == 1:
+            self._must_stop = self._must_stop or count > 0
+            if count == 1 and not first:
+                first = number[0]
                 self._on_first()
+                self._reader.settimeout(self._stalled_seconds)
             elif count > 1:
                 self._must_stop_now = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_stalled:
+            self._is_stalled = False
+            # If the step has ended in the meantime, an update must not be interrupted.
+            if self._is_waiting():
+                raise TrainingStopped("the envs do not answer")
+            return
         # If two signals arrive during one TensorFlow call, Python calls this handler
         # only once. Therefore, the listener thread counts signals too.
         if self.received is not None or self._must_stop_now:

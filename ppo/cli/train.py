@@ -294,23 +294,34 @@ def _train(
         first_env_index=learners.index * share.num_envs,
     )
 
+    batches: dict[str, BatchEnv] = {}
+
+    def is_waiting() -> bool:
+        # Other learners cannot continue without this one.
+        return learners.num == 1 and any(env.is_waiting for env in batches.values())
+
     def make_monitored_env(
         *, num_envs: int, seed: int, is_training: bool = False
     ) -> "BatchEnv":
         if not is_training:
             screen.phase("evaluating", is_transient=True)
-            return make_env(num_envs=num_envs, seed=seed)
+            batches["evaluation"] = env = make_env(num_envs=num_envs, seed=seed)
+            return env
         screen.phase(f"starting {counted(num_envs, 'env')}")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)
         monitors.begin(env, plan)
-        screen.phase("compiling")
+        batches["training"] = env
+        screen.phase(
+            "first iteration",
+            activity=lambda: "waiting for envs" if env.is_waiting else "compiling",
+        )
         return env
 
     announcement = (
         "Stopping after this iteration; press Ctrl-C again to stop immediately"
     )
     screen.total_steps = config.planned_steps
-    with StopSignals(lambda: screen.print(announcement)) as stop:
+    with StopSignals(lambda: screen.print(announcement), is_waiting) as stop:
         result = run_training(
             config,
             run_folder,
@@ -326,11 +337,14 @@ def _train(
     if not learners.is_chief:
         screen.print(f"Learner {learners.index} finished after {result.steps:,} steps.")
         return result.is_finished
-    if not result.is_finished:
+    if not result.is_finished or stop.received:
         screen.phase("")
+        hint = "There is no checkpoint, so the run cannot be resumed."
+        if run_folder.has_checkpoint():
+            hint = _resume_hint(run_folder)
         screen.print(
             f"Stopped by {stop.received.name if stop.received else 'request'} after "
-            f"{result.steps:,} steps. {_resume_hint(run_folder)}"
+            f"{result.steps:,} steps. {hint}"
         )
         return False
     screen.phase(f"evaluating {counted(config.evaluation_episodes, 'episode')}")

@@ -602,6 +602,17 @@ class Config:
         """
         return steps + self.steps_per_iteration > self.total_steps
 
+    def check_algorithm(self) -> None:
+        """Check settings of a built-in algorithm against the length of the run.
+
+        `Algorithm.check` does this too, but requires TensorFlow.
+
+        Raises:
+            ConfigError: The algorithm would never train the policy.
+        """
+        if kind := SETTINGS_TYPES.get(self.algorithm):
+            kind(**self.algorithm_settings).check(self.planned_steps)
+
     def per_learner(self, num_learners: int) -> Self:
         """Return the config of one of several learners, with its share of the batch.
 

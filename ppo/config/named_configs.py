@@ -329,7 +329,7 @@ def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
     parts = getattr(space, "spaces", None)
     if parts is None:
         # Import lazily, so that configs can be read without Gymnasium.
-        from ppo.images import is_image
+        from ppo.spaces import is_image
 
         yield is_image(space)
         return

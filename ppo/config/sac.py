@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from ppo.errors import ConfigError
+
 _Count = Annotated[int, Meta(ge=1, le=2**53)]
 
 
@@ -43,6 +45,20 @@ class SACSettings:
 
     initial_temperature: Annotated[float, Meta(ge=1e-9, le=1e6)] = 1.0
     """Initial weight of the entropy in the objective."""
+
+    def check(self, planned_steps: int) -> None:
+        """Check that a run of `planned_steps` env steps would train the policy.
+
+        Raises:
+            ConfigError: `random_steps` is too large.
+        """
+        limit = min(self.replay_size, planned_steps)
+        if self.random_steps > limit:
+            raise ConfigError(
+                f"random_steps: expected at most {limit:,}, which is the smaller of "
+                f"replay_size and the steps of the run, got {self.random_steps:,}; "
+                "reduce it, because the policy would never be trained."
+            )
 
 
 #: Defaults of SAC for settings that all algorithms have, where they differ from PPO's.

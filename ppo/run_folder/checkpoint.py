@@ -9,7 +9,6 @@ evaluation. The checkpoint with the best evaluation is never removed.
 import json
 import math
 import operator
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
-from envserve.regular_file import open_regular
+from envserve.regular_file import flush_to_disk, open_regular
 from envserve.text import one_line
 from ppo.agent.agent import Agent
 from ppo.config.named_configs import read_table
@@ -87,12 +86,12 @@ def save(
         text = json.dumps({"mean_return": evaluation_return}) + "\n"
         (partial / _EVALUATION).write_text(text)
     for file in partial.iterdir():
-        _flush_to_disk(file)
-    _flush_to_disk(partial)
+        flush_to_disk(file)
+    flush_to_disk(partial)
     if final.exists():
         _remove(final)
     partial.rename(final)
-    _flush_to_disk(folder)
+    flush_to_disk(folder)
     best = _find_best(folder)
     for old in _complete_checkpoints(folder)[:-keep]:
         if best is None or old != best[0]:
@@ -254,11 +253,3 @@ def _remove(path: Path) -> None:
     renamed = path.with_name(f"{path.name}.old.partial")
     path.rename(renamed)
     shutil.rmtree(renamed)
-
-
-def _flush_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from envserve.regular_file import flush_to_disk
 from envserve.text import one_line
 from ppo.config.config import Config
 from ppo.config.named_configs import read_config, read_table
@@ -297,6 +298,6 @@ def _write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".partial")
     with open(temporary, "w", encoding="utf-8", opener=open_no_link) as file:
         file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    flush_to_disk(temporary)
     temporary.replace(path)
+    flush_to_disk(path.parent)

@@ -14,7 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import tensorflow as tf
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ppo.config.config import Config
 from ppo.run_folder.folder import RunFolder
@@ -92,10 +95,11 @@ class MetricsWriter:
             os.stat(self._path)
             while line:
                 line = line[self._lines.write(line) :]
-            # One message for all metrics: `tf.summary.scalar` takes a millisecond each.
-            summary = tf.compat.v1.Summary()
-            for name, value in values.items():
-                summary.value.add(tag=tensorboard_tag(name), simple_value=value)
+            # One event with all scalars: an operation for each takes 0.6 ms.
+            summary = Summary()
+            with np.errstate(over="ignore"):  # float64 that overflows float32
+                for name, value in values.items():
+                    summary.MergeFrom(scalar_pb(tensorboard_tag(name), value))
             tf.summary.experimental.write_raw_pb(summary.SerializeToString())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from envserve.regular_file import open_regular
 from ppo.errors import RunFolderError
+from ppo.user_code import check_metric_names
 
 #: Maximum size of the file, which is enough for millions of rows.
 _MAX_BYTES = 1 << 30
@@ -81,7 +82,7 @@ def _complete_row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
         known = {name: value for name, value in row.items() if value is not None}
         is_row = "steps" in known and all(map(math.isfinite, known.values()))
-        "".join(row).encode()  # raises UnicodeEncodeError for surrogates
+        check_metric_names(row)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return row if is_row else None

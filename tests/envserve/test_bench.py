@@ -105,7 +105,7 @@ def test_an_unknown_env_name_is_an_error_of_one_line() -> None:
         result = invoke(PROGRAM, ["bench", "--env", "CartPole-v9"])
     finally:
         signal.signal(signal.SIGTERM, before)  # `bench` has replaced the handler
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     *_, line = result.stderr.splitlines()
     assert line.startswith("Error: no env named 'CartPole-v9' is registered")
     assert "did you mean CartPole-v1" in line

@@ -223,8 +223,8 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--bind", "tcp://0.0.0.0:0"], 2, "is reachable from other hosts"),
         (["--bind", "tcp://[::]:0"], 2, "but no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
-        (["--bind", "tcp://127.0.0.1"], 2, "--bind: expected an address like"),
-        (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
+        (["--bind", "127.0.0.1:x"], 2, "--bind: expected an address like 127.0.0.1:5"),
+        (["--num-workers", "0"], 2, "--num-workers: expected an int >= 1; got '0'"),
         (["--worker-memory-mib", "9" * 14], 2, "expected an int <= 4294967296; got"),
         # The port would listen on all addresses.
         (["--metrics-host", ""], 2, "--metrics-host: expected a str of length >= 1"),
@@ -274,7 +274,10 @@ def test_an_address_in_use_is_an_error(serve: Serve) -> None:
     server = serve()
     result = run("start", "--bind", server.address)
     assert result.returncode == 1
-    assert f"cannot listen on {server.address}" in result.stderr
+    text = (
+        f"cannot listen on {server.address}: Address already in use; stop the program"
+    )
+    assert text in result.stderr
 
 
 def test_insecure_no_auth_logs_a_warning(serve: Serve) -> None:
@@ -296,7 +299,7 @@ main()
 
 
 def test_a_server_that_fails_its_self_test_exits_with_3() -> None:
-    words = ("start", "--bind", "tcp://127.0.0.1:0", "--workers", "1")
+    words = ("start", "--bind", "tcp://127.0.0.1:0", "--num-workers", "1")
     run = subprocess.run(
         [sys.executable, "-c", _OPEN_TO_ALL, *words], capture_output=True, text=True
     )
@@ -327,8 +330,23 @@ def test_only_loopback_and_ipc_addresses_are_local(
 
 
 @pytest.mark.parametrize(
-    "address", ["", "tcp://", "tcp://host", "tcp://host:x", "ipc://", "inproc://a"]
+    "address", ["", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"]
 )
 def test_invalid_bind_addresses_raise(address: str) -> None:
     with pytest.raises(ValueError, match="expected an address like"):
         HostSettings(binds=(address,))
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", "tcp://127.0.0.1:5555"),
+        ("127.0.0.1:0", "tcp://127.0.0.1:0"),
+        ("*:5555", "tcp://*:5555"),
+        ("[::1]:1", "tcp://[::1]:1"),
+        ("tcp://localhost", "tcp://localhost:5555"),
+        ("ipc:///tmp/envs", "ipc:///tmp/envs"),
+    ],
+)
+def test_bind_accepts_the_short_forms_of_connect(address: str, expected: str) -> None:
+    assert HostSettings(binds=(address,)).binds == (expected,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_describing_an_env_that_cannot_be_built_fails(file: str) -> None:
         (f"{file}:Described-v1", "too short"),
     ):
         result = invoke(PROGRAM, ["describe", word])
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.output.startswith("Error: ")
         assert text in result.output
 
@@ -92,7 +93,7 @@ def test_an_env_with_a_missing_package_is_reported_without_a_traceback(
     file: str,
 ) -> None:
     result = invoke(PROGRAM, ["describe", "Described-v2", "--import", file])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not_installed" in result.output
     assert "Traceback" not in result.output
 
@@ -111,7 +112,34 @@ class Shape(gymnasium.Env):
 
 class NoSpace(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+class Unbuilt(Shape):
+    def __init__(self):
+        raise RuntimeError("no engine")
+
+class Step(Shape):
+    def reset(self, **given):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        raise RuntimeError("no step")
 """
+
+
+def test_an_env_that_cannot_be_built_or_stepped_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "unbuilt_envs.py"
+    file.write_text(INVALID)
+    before = signal.getsignal(signal.SIGTERM)
+    for command in ("describe", "bench"):
+        words = [f"{file}:Unbuilt", *["--env"] * (command == "bench")][::-1]
+        result = invoke(PROGRAM, [command, *words])
+        assert result.exit_code == 2
+        assert "RuntimeError: no engine" in result.stderr.splitlines()[-1]
+    signal.signal(signal.SIGTERM, before)  # `bench` has replaced the handler
+    result = invoke(PROGRAM, ["describe", f"{file}:Step"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    *_, line = result.stderr.splitlines()
+    assert "every step has failed, also in 1 new worker process: RuntimeErr" in line
 
 
 def test_an_invalid_env_is_an_error_that_can_be_replayed(tmp_path: Path) -> None:

@@ -336,7 +336,8 @@ def test_a_lane_logs_a_refused_connection_and_waits_for_the_server(
         serve(bind=(address,))
         lane.finish_start(time.monotonic() + 300.0)
     (line,) = [r.message for r in caplog.records if "refused" in r.message]
-    assert line.startswith(f"{address}: connection refused: no program is listening")
+    assert line.startswith(f"{address}: connection refused: no program is")
+    assert "run `envserve start" not in line
     assert line.endswith("; retrying for up to 300 s")
 
 

@@ -72,6 +72,14 @@ def test_files_are_private_for_any_umask(folder: KeyFolder) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_a_changed_file_and_its_name_are_flushed_to_disk(
+    folder: KeyFolder, flushed_inodes: list[int]
+) -> None:
+    invite(folder, "ci")
+    clients = folder.path / "clients"
+    assert flushed_inodes == [clients.stat().st_ino, folder.path.stat().st_ino]
+
+
 def test_a_key_is_created_once_and_read_afterwards(folder: KeyFolder) -> None:
     pair = folder.ensure_key("server")
     assert pair is not None

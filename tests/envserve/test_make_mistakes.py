@@ -47,6 +47,13 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             "'step_timeouts'; did you mean step_timeout?",
         ),
         (make_vec, {"num_worker": 2}, "'num_worker'; did you mean num_workers?"),
+        (make_vec, {"workers": 2}, "'workers'; did you mean num_workers?"),
+        (make_vec, {"step_timeout_seconds": 2}, "did you mean step_timeout?"),
+        (
+            partial(BatchEnv.connect, addresses=[SERVER]),
+            {"num_envs": 1, "workers": 2},
+            "'workers'; num_workers is set on the server",
+        ),
         (
             make_vec,
             {"conect_timeout": 2, "addresses": [SERVER]},
@@ -55,7 +62,7 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
         (
             make_vec,
             {"step_timeout": 2, "addresses": [SERVER]},
-            "'step_timeout'; it is set on the server",
+            "step_timeout is set on the server",
         ),
         (make, {"address": [SERVER]}, f"a list of addresses.*{SERVER}"),
         (make, {"sed": 1}, "'sed'; did you mean seed[?] Pass it in env_kwargs if"),

@@ -500,21 +500,32 @@ def test_a_script_can_use_its_own_functions_classes_and_names(tmp_path: Path) ->
     assert finished.returncode == 0, finished.stderr
 
 
-def test_a_repro_file_of_a_function_states_why_it_cannot_be_replayed(
-    tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_fault_of_a_function_states_why_it_cannot_be_replayed(
+    is_registered: bool,
+    tmp_path: Path,
+    launcher: Launcher,
+    registered: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     options: dict[str, Any] = {"num_workers": 1, "crash_dir": str(tmp_path)}
+    env: Any = [numbered(1)]
+    if is_registered:
+        make: Any = numbered(1)
+        gymnasium.register(registered, make)
+        env = registered
     with (
         caplog.at_level(logging.WARNING),
-        contextlib.closing(envserve.make_vec([numbered(1)], **options)) as envs,
+        contextlib.closing(envserve.make_vec(env, **options)) as envs,
     ):
         envs.reset()
         envs.step([2])
-    assert "cannot be replayed without the script: envserve replay" in caplog.text
     (path,) = tmp_path.iterdir()
+    assert f"its actions are in {path}; to replay such faults, move" in caplog.text
+    assert "envserve replay" not in caplog.text
     result = replay(load_repro(path), launcher)
     assert not result.is_reproduced
-    assert "which is defined in a script" in result.text
+    assert is_registered or "which is defined in a script" in result.text
 
 
 def test_no_request_contains_code() -> None:

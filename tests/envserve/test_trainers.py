@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from envserve.text import install_command
 
 FRAMEWORKS = {"stable_baselines3", "tianshou", "torch"}
+OTHERS = {"jax", "optuna", "ray"}
+EXAMPLES = [
+    file
+    for file in (Path(__file__).parents[2] / "examples").glob("*.py")
+    if "argparse" in file.read_text()
+]
 
 
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
@@ -28,6 +35,14 @@ def test_a_missing_framework_names_the_extra(adapter: str, framework: str) -> No
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError:")
     assert last.endswith(f"; {install_command(adapter)}")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_without_its_framework_names_the_extra(file: Path) -> None:
+    hide = f"import sys; sys.modules |= dict.fromkeys({[*FRAMEWORKS, *OTHERS]})"
+    finished = run_python(f"{hide}; import runpy; runpy.run_path({str(file)!r})")
+    assert finished.returncode == 1
+    assert "pip install" in finished.stderr
 
 
 def test_vector_envs_import_no_framework() -> None:

@@ -82,7 +82,7 @@ def test_an_unsupported_autoreset_mode_is_rejected_at_start(
         (
             {"wrappers": [{"name": "ActionRepeat", "amount": 2}]},
             EnvStartError,
-            "do not support wrappers",
+            "do not support wrappers; remove ActionRepeat",
         ),
         ({"spare_envs": True}, EnvStartError, "do not support spare_envs"),
         ({"env_name": "envserve/Ledger-v0"}, UnknownEnv, "has a vector_entry_point"),

@@ -95,3 +95,7 @@ class OnlyRewards:
 class TakesNoRollout:  # line 95
     def before_update(self, run: Any) -> Any:
         pass
+
+
+def closes_envs(run: Any, metrics: Any, rollout: Any) -> Any:
+    run.env.close()

@@ -97,7 +97,8 @@ def test_callback_changes_rewards_before_the_update(
 
 def test_callback_may_have_nothing_but_before_update() -> None:
     rollout = rollout_of(1)
-    env = SimpleNamespace(stats=lambda: SimpleNamespace(rows=0), reset_infos={})
+    stats = SimpleNamespace(rows=0)
+    env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
     callbacks, a_run = Callbacks([f"{FILE}:OnlyRewards"]), SimpleNamespace()
     a_run.env, a_run.rollout = env, rollout
     assert (
@@ -155,20 +156,26 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
 def test_error_of_a_callback_is_one_line(name: str, message: str) -> None:
     called = Callbacks([f"{FILE}:{name}"])
     state = {"config": SMALL, "counters": Counters(2, 32), "rollout": rollout_of(1)}
-    env = SimpleNamespace(stats=lambda: SimpleNamespace(rows=0), reset_infos={})
+    stats = SimpleNamespace(rows=0)
+    env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
     line = f"^callbacks {FILE}:{name}: {FILE}:{message}"
     with pytest.raises(CallbackError, match=line) as caught:
         called(SimpleNamespace(**state, env=env), {"iteration": 2.0})
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["resets_envs", "steps_envs"])
-def test_callback_that_steps_or_resets_the_envs_is_an_error(
-    name: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "verbs"),
+    [
+        ("resets_envs", "step or reset"),
+        ("steps_envs", "step or reset"),
+        ("closes_envs", "close"),
+    ],
+)
+def test_callback_that_steps_resets_or_closes_the_envs_is_an_error(
+    name: str, verbs: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        CallbackError, match=f"{name}: .*must not step or reset run.env"
-    ):
+    with pytest.raises(CallbackError, match=f"{name}: .*must not {verbs} run.env"):
         run(tmp_path, named(name))
 
 

@@ -36,7 +36,7 @@ from ppo.cli.train import resume_hints
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS, apply_settings
 from ppo.environments import env_maker
-from ppo.errors import ConfigError, RunFolderError
+from ppo.errors import ConfigError, RunFolderError, TrainingStopped
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, code_names
 from tests.ppo import failing_env, informing_env
@@ -70,7 +70,16 @@ from tests.ppo.runs import ppo, save_run
         ),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
         (["missing.toml"], "missing.toml: cannot read the config file"),
+        (
+            ["cartpole", "--set", "step_timeout=3"],
+            "unknown key 'step_timeout'. Did you mean step_timeout_seconds?",
+        ),
         (["cartpole", "--set", "lr=1e-3"], "unknown key 'lr'. Did you mean learning_r"),
+        (
+            ["Pendulum-v1", "--set", "algorithm=sac", "--set", "random_steps=99999999"],
+            "expected at most",
+        ),
+        (["CartPole-v1", "--set", "algorithm=sac"], "sac: expected a Box action space"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
         (["nosuch:Walk-v0"], "No module named 'nosuch'"),
@@ -457,6 +466,17 @@ def test_a_listener_thread_receives_signals() -> None:
     # The listener thread was joined at the exit, so both signals have been counted.
     with pytest.raises(KeyboardInterrupt):
         stop.check()
+
+
+def test_envs_that_do_not_answer_end_the_iteration_after_one_signal() -> None:
+    # The listener thread and the handler ask; the step ends between the first two.
+    answers = itertools.chain([True, False], itertools.repeat(True))
+    with StopSignals(is_waiting=lambda: next(answers), stalled_seconds=0.01) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(TrainingStopped):
+            threading.Event().wait(60)
+        assert stop.received == signal.SIGTERM
+        stop.check()  # there was no second signal
 
 
 def test_a_longer_run_warns_about_decaying_settings_that_increase(

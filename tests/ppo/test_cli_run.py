@@ -163,7 +163,7 @@ def test_a_signal_saves_the_run_and_resuming_finishes_it(tmp_path: Path) -> None
         "4 in 1 local worker process",
         "99,968: whole iterations of 128 within 100,000",
         "starting TensorFlow, ",
-        "compiling, ",
+        "first iteration, ",
         "Stopped by SIGINT after",
         f"ppo train --resume {folder}",
     ):

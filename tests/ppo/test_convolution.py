@@ -14,7 +14,7 @@ from ppo.agent.networks.convolution import channels_last, convolution
 from ppo.config import Config
 from ppo.config.named_configs import recommended_settings
 from ppo.errors import UnsupportedSpaceError
-from ppo.images import is_image
+from ppo.spaces import is_image
 from tests.learning.tasks import XorTask
 
 CONFIG = Config(env_name="fake", policy_layers=(8,), value_layers=(8,))

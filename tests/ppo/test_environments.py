@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from envserve.errors import AddressError, EnvError
+from envserve.errors import AddressError, EnvError, EnvStartError
 from ppo import environments
 from ppo.cli.options import report_errors
 from ppo.config import Config
@@ -266,3 +266,16 @@ def test_the_first_step_neither_waits_for_slow_envs_nor_ignores_action_masks() -
             assert not first_step(env, 0.1)
     with failing(masks=True) as env:
         assert not first_step(env)
+
+
+def test_an_error_about_wrappers_names_the_settings_that_add_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        raise EnvStartError("vector envs do not support wrappers; remove TimeLimit")
+
+    monkeypatch.setattr(BatchEnv, "local", refuse)
+    make_env = env_maker(CONFIG.replace(training_time_limit=9))
+    with pytest.raises(EnvStartError) as caught:
+        make_env(num_envs=2, seed=0, is_training=True)
+    assert "because of training_time_limit; remove" in caught.value.__notes__[0]

@@ -33,6 +33,14 @@ def test_a_new_run_folder_contains_the_config(tmp_path: Path) -> None:
     assert run.path == tmp_path / "a" / "b"
 
 
+def test_a_saved_config_and_its_name_are_flushed_to_disk(
+    tmp_path: Path, flushed_inodes: list[int]
+) -> None:
+    RunFolder(tmp_path).save_config(CONFIG)
+    (path,) = tmp_path.iterdir()
+    assert flushed_inodes == [path.stat().st_ino, tmp_path.stat().st_ino]
+
+
 @pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
 def test_a_folder_with_files_is_not_used(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"colour": "red"}')

@@ -227,6 +227,16 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
         assert min(firsts) > steps - capacity  # files with older transitions are gone
 
 
+def test_a_saved_file_and_its_name_are_flushed_to_disk(
+    tmp_path: Path, flushed_inodes: list[int]
+) -> None:
+    replay = Replay(100)
+    add_rewards(replay, 0, 10)
+    replay.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    assert flushed_inodes == [path.stat().st_ino, tmp_path.stat().st_ino]
+
+
 def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,6 +56,13 @@ def train_a_little(screen: Screen, clock: Clock) -> None:
     clock.now += 2.0
 
 
+def redrawn(screen: Screen, target: Console) -> str:
+    """Return the lines that a terminal shows, which are redrawn regularly."""
+    with target.capture() as capture:
+        target.print(screen._rows())
+    return capture.get()
+
+
 def drawn(
     width: int, clock: Clock, encoding: str = "utf-8", idle_seconds: float = 0.0
 ) -> list[str]:
@@ -64,9 +71,7 @@ def drawn(
     screen = Screen(target)
     train_a_little(screen, clock)
     clock.now += idle_seconds
-    with target.capture() as capture:
-        target.print(screen._rows())
-    lines = [line.rstrip() for line in capture.get().splitlines()]
+    lines = [line.rstrip() for line in redrawn(screen, target).splitlines()]
     return [
         re.sub(r"^[^a-z] (?=training)", "", line) for line in lines
     ]  # without the spinner
@@ -160,6 +165,42 @@ def test_output_that_cannot_be_written_does_not_end_a_run(
         assert tried.wait(300)
         screen.print("[3] done")
     assert not screen._ticker.is_alive()
+
+
+def test_the_activity_of_a_phase_is_shown_until_the_phase_ends(clock: Clock) -> None:
+    target = console(80, is_terminal=True)
+    screen = Screen(target)
+    screen.phase("first iteration", activity=lambda: "waiting for envs")
+    clock.now += 75.0
+    assert "first iteration: waiting for envs 0:01:15" in redrawn(screen, target)
+
+
+def test_the_final_evaluation_does_not_show_the_numbers_of_training(
+    clock: Clock,
+) -> None:
+    target = console(120, is_terminal=True)
+    screen = Screen(target)
+    train_a_little(screen, clock)
+    for is_transient in (True, False):
+        screen.phase("evaluating 5 episodes", is_transient=is_transient)
+        text = redrawn(screen, target)
+        assert "evaluating 5 episodes 0 s" in text
+        assert ("steps/s" in text) == is_transient
+
+
+def test_the_time_left_ignores_iterations_before_the_first_update(clock: Clock) -> None:
+    target = console(120, is_terminal=True)
+    screen = Screen(target)
+    screen.total_steps = 10_000
+    for steps, seconds, metrics in [
+        (500, 0.1, {}),  # random actions
+        (1_000, 0.1, {}),
+        (1_010, 1.0, METRICS),
+        (1_100, 9.0, METRICS),
+    ]:
+        clock.now += seconds
+        screen.show(Progress(steps, 10.0, 0.0, 0, metrics))
+    assert "  0:14:50 left  " in redrawn(screen, target)
 
 
 def test_finished_phases_leave_a_line(clock: Clock) -> None:

@@ -20,6 +20,7 @@ from ppo.errors import (
     EnvDataError,
     EnvsLostError,
     RunWriteError,
+    TrainingStopped,
 )
 from ppo.evaluation.evaluate import evaluate_run
 from ppo.run_folder import checkpoint
@@ -234,6 +235,24 @@ def test_interrupt_within_a_rollout_ends_the_run(tmp_path: Path) -> None:
         run(tmp_path / "run", maker=maker, on_step=interrupt)
     assert len(maker.made[0].actions) == 11
     assert maker.made[0].is_closed
+
+
+@pytest.mark.parametrize(("step", "num_saved"), [(3, 0), (27, 3)])
+def test_a_stopped_rollout_leaves_a_checkpoint_of_the_iteration_before(
+    step: int, num_saved: int, tmp_path: Path
+) -> None:
+    maker = Maker()
+
+    def stop() -> None:
+        if len(maker.made[0].actions) == step:
+            raise TrainingStopped
+
+    config = SMALL.replace(checkpoint_every=0)
+    result = run(tmp_path / "run", config, maker, on_step=stop)
+    assert (result.steps, result.is_finished) == (16 * num_saved, False)
+    assert (tmp_path / "run" / "checkpoints").exists() == (num_saved > 0)
+    if num_saved:
+        assert counters(tmp_path / "run") == (num_saved, 16 * num_saved)
 
 
 def test_error_of_the_envs_is_raised_unchanged_after_a_checkpoint(

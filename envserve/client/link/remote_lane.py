@@ -487,7 +487,9 @@ class RemoteLane:
         if error is not None and self._diagnosis.is_final:
             attachment.fail(error)
         elif error is not None and attachment.connect_error is None:
-            _LOGGER.warning("%s; retrying for up to %g s", error, self._connect_seconds)
+            # If all attempts fail, the error is raised with the remedy.
+            reason, seconds = str(error).partition(";")[0], self._connect_seconds
+            _LOGGER.warning("%s; retrying for up to %g s", reason, seconds)
         attachment.connect_error = error
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ its socket is closed, and libzmq would abort the process if no descriptor was fr
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket as socketlib
 import stat
@@ -50,6 +51,11 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
     except OSError as error:
         listener.close()
         reason = error.strerror or error
+        if error.errno == errno.EADDRINUSE and scheme == "tcp":
+            remedy = (
+                "stop the program that uses this port, or choose another port; port 0 "
+            )
+            remedy += "selects a free one"
         raise ServerError(f"cannot listen on {address}: {reason}; {remedy}") from None
     return listener, address
 

@@ -26,6 +26,7 @@ from ppo.agent.actions.distributions import (
 from ppo.config.config import Config
 from ppo.environments import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
+from ppo.spaces import check_action_space
 
 _FLAGS = (
     gymnasium.spaces.Box,
@@ -148,18 +149,14 @@ def make_action_adapter(
         UnsupportedSpaceError: The space is not supported, or the distribution in the
             config does not support it.
     """
+    check_action_space(space)
     if isinstance(space, gymnasium.spaces.Box):
         return _BoxActions(space, config)
     if isinstance(space, gymnasium.spaces.Discrete):
         return _DiscreteActions(space)
-    if isinstance(space, gymnasium.spaces.MultiDiscrete) and space.nvec.size:
+    if isinstance(space, gymnasium.spaces.MultiDiscrete):
         return _MultiDiscreteActions(space)
-    if isinstance(space, gymnasium.spaces.MultiBinary):
-        return _MultiBinaryActions(space)
-    raise UnsupportedSpaceError(
-        "Action space: expected Box, Discrete, MultiDiscrete or MultiBinary, got "
-        f"{space}; wrap the env so that its actions are one of these."
-    )
+    return _MultiBinaryActions(space)
 
 
 class _BoxActions(ActionAdapter):
@@ -183,11 +180,6 @@ class _BoxActions(ActionAdapter):
         self._is_clipped = not (
             np.isinf(space.low).all() and np.isinf(space.high).all()
         )
-        if space.dtype == bool or not self.output_size:
-            raise UnsupportedSpaceError(
-                "Action space: expected a numeric Box with at least one element, got "
-                f"{space}; for bits, use a MultiBinary."
-            )
         # If all elements have the same bound, use a scalar, because NumPy then clips
         # actions in a third of the time.
         self._limits = [

@@ -25,7 +25,7 @@ from ppo.agent.networks.recurrent import RecurrentCore
 from ppo.agent.observations import ObservationPreprocessor
 from ppo.config.config import Config
 from ppo.errors import UnsupportedSpaceError
-from ppo.images import is_image
+from ppo.spaces import is_image
 
 
 class Networks(NamedTuple):

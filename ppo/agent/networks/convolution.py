@@ -14,7 +14,7 @@ import tensorflow as tf
 from gymnasium.spaces import flatdim
 
 from ppo.agent.networks.perceptrons import NetworkPart, flatten_observation
-from ppo.images import image_axes, is_image
+from ppo.spaces import image_axes, is_image
 
 _LARGE_SIDE = 36  # the smallest side for which Nature-CNN's last layer has an output
 # Number of filters, kernel size and stride of each layer.

@@ -7,7 +7,6 @@ it writes the next checkpoint, still has all transitions of its newest checkpoin
 
 import contextlib
 import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.host_resources import cgroup_limits
-from envserve.regular_file import open_regular
+from envserve.regular_file import flush_to_disk, open_regular
 from ppo.errors import CheckpointError, ConfigError
 from ppo.rollout import Rollout
 
@@ -105,9 +104,9 @@ class Replay:
             partial.unlink(missing_ok=True)
             with partial.open("xb") as file:  # never follows a link
                 np.savez(file, *(array[indices] for array in self._arrays))
-                file.flush()
-                os.fsync(file.fileno())
+            flush_to_disk(partial)
             partial.rename(path)
+            flush_to_disk(folder)
         self._num_saved = self._num_added
         for path, _, end in _files(folder):
             if end <= self._num_added - self._capacity:

@@ -18,16 +18,15 @@ import tensorflow as tf
 
 from ppo.agent.agent import Agent
 from ppo.agent.networks.perceptrons import flatten_observation, mlp
-from ppo.agent.observations import space_leaves
 from ppo.algorithms.algorithm import Algorithm
 from ppo.algorithms.sac.replay import Replay
 from ppo.config.config import Config
 from ppo.config.sac import SACSettings
-from ppo.errors import ConfigError, DivergedError, UnsupportedSpaceError
-from ppo.images import is_image
+from ppo.errors import ConfigError, DivergedError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning.samples import sum_of_steps
 from ppo.rollout import Rollout
+from ppo.spaces import check_spaces
 
 __all__ = ["SAC"]
 
@@ -102,14 +101,7 @@ class SAC(Algorithm):
                 f"recurrence, the only one that SAC supports; got network = "
                 f"{config.network} and recurrent_size = {config.recurrent_size}."
             )
-        settings = cls.read_settings(config)
-        limit = min(settings.replay_size, config.planned_steps)
-        if settings.random_steps > limit:
-            raise ConfigError(
-                f"random_steps: expected at most {limit:,}, which is the smaller of "
-                f"replay_size and the steps of the run, got {settings.random_steps:,}; "
-                "reduce it, because the policy would never be trained."
-            )
+        cls.read_settings(config).check(config.planned_steps)
 
     @classmethod
     def make_agent(
@@ -123,17 +115,7 @@ class SAC(Algorithm):
         Raises:
             UnsupportedSpaceError: The algorithm does not support a space.
         """
-        if not (
-            isinstance(action_space, gymnasium.spaces.Box)
-            and action_space.dtype.kind == "f"
-            and action_space.is_bounded()
-        ) or any(map(is_image, tf.nest.flatten(space_leaves(observation_space)))):
-            raise UnsupportedSpaceError(
-                "algorithm sac: expected a Box action space of floats with finite "
-                f"bounds, and observations without images, got the action space "
-                f"{action_space} and the observation space {observation_space}; train "
-                "with algorithm=ppo."
-            )
+        check_spaces("sac", observation_space, action_space)
         # The config of a user's subclass does not contain the defaults of SAC.
         config = config.replace(
             action_distribution="squashed_gaussian",
