@@ -54,7 +54,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
 
         Args:
           num_servers: Number of servers.
-          options: Arguments of `envserve start`, like ["CartPole-v1", "--num-workers",
+          options: Arguments of `envserve start`, like ["CartPole-v1", "--workers",
             "8"]. Each server listens on a free port of its node's address.
           resources: Ray resources to reserve for each server; by default {"CPU": 1}.
           address: Address ray://namespace/name at which clients find the servers. If

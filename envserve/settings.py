@@ -336,7 +336,7 @@ class HostSettings(WorkerSettings):
 
     envs_per_worker: _Count = 64
     """Number of envs per worker process. All clients together can lease this number
-    times --num-workers."""
+    times --workers."""
     env_names: tuple[str, ...] | None = None
     """Env to offer, specified like the ENV argument; repeatable. By default, all
     registered envs are offered."""
@@ -355,9 +355,9 @@ class HostSettings(WorkerSettings):
     NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' allows only these values;
     NAME:any allows all values, including paths. Repeatable."""
     max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
-    """Maximum number of worker processes for all clients together, raised to
-    --num-workers if it is lower; by default, four per core. The limit of one key is
-    three quarters of these processes, but at least --num-workers."""
+    """Maximum number of worker processes for all clients together, raised to --workers
+    if it is lower; by default, four per core. The limit of one key is three quarters
+    of these processes, but at least --workers."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""

@@ -35,7 +35,7 @@ from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.strangers import HonestClient, Stranger, honest_client
 
-OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--num-workers", "3")
+OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
 #: Maximum time to connect: without a limit on file descriptors, and with a low limit.
 MAX_CONNECT_SECONDS: Final = (1.0, 3.0)
 MAX_P99_RATIO: Final = 1.5

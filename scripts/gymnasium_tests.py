@@ -113,13 +113,7 @@ def start_server() -> str:
     for name in ("gravity", "set:gravity", "max_count", "set:max_count"):
         options += ["--expose", name]
     # A single worker creates the envs in row order.
-    options += [
-        "--num-workers",
-        "1",
-        "--insecure-no-auth",
-        "--bind",
-        "tcp://127.0.0.1:0",
-    ]
+    options += ["--workers", "1", "--insecure-no-auth", "--bind", "tcp://127.0.0.1:0"]
     command = main_command(
         "envserve.__main__", "start", ENV, *options, ends_with_parent=True
     )

@@ -53,7 +53,7 @@ app = typer.Typer(help=__doc__)
 SHAPES = [(1, 16), (16, 16), (64, 16), (16, 1024), (16, 28224)]
 #: Options of the servers in `namespaces` and `attach`: one worker, whose envs sleep.
 SLEEPING = (
-    *("--num-workers", "1", "--envs-per-worker", "16", "--env", "envserve/Sleep-v0"),
+    *("--workers", "1", "--envs-per-worker", "16", "--env", "envserve/Sleep-v0"),
     *("--allow-kwarg", "step_seconds:any", "--drain-grace", "0"),
 )
 

@@ -32,7 +32,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "cartpole"
         run.mkdir()
-        options = ["CartPole-v1", "--insecure-no-auth", "--num-workers", "4"]
+        options = ["CartPole-v1", "--insecure-no-auth", "--workers", "4"]
         server = DemoServer(Path(folder) / "server", *options)
         address = f"tcp://127.0.0.1:{server.wait_until_ready()}"
         has_ended = threading.Event()

@@ -41,7 +41,7 @@ STEPS = 150_000
 WORKER_SECONDS = 1.0
 FIRST_SERVER_SECONDS = 5.0  # short, so that training on a fast machine has not ended
 SERVER_SECONDS = 20.0
-OPTIONS = ("--num-workers", "1", "--log-level", "error")
+OPTIONS = ("--workers", "1", "--log-level", "error")
 
 
 @contextlib.contextmanager

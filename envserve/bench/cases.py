@@ -175,12 +175,7 @@ def running_server(
         command = main_command(
             "envserve.__main__",
             *("start", "--env", load.env_name),
-            *(
-                "--num-workers",
-                str(load.num_workers),
-                "--bind",
-                bind.format(folder=folder),
-            ),
+            *("--workers", str(load.num_workers), "--bind", bind.format(folder=folder)),
             *("--envs-per-worker", str(-(-load.num_envs // load.num_workers))),
             *("--log-level", "warning", "--drain-grace", "0"),
             *(part for name in load.import_modules for part in ("--import", name)),

@@ -443,7 +443,7 @@ def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    # Without the prefix, --workers is similar to --num-workers.
+    # Without the prefix, --workers and --num-workers are similar.
     prefix = "--" if word.startswith("--") else ""
     names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
     nearest = nearest_name(word.removeprefix(prefix), names)

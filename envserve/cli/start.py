@@ -40,6 +40,7 @@ from envserve.text import nearest_name
 _LOGGER: Final = logging.getLogger(__name__)
 #: Flags that are not named after their field.
 _FLAGS: Final = {
+    "num_workers": "--workers",
     "env_names": "--env",
     "vector_envs": "--vector",
     "binds": "--bind",
@@ -110,8 +111,8 @@ def start(
       servers: Number of servers to start on the Ray cluster.
       scale_to: Total number of servers on the Ray cluster, instead of --servers: start
         the missing ones, or stop the newest ones and exit.
-      config: TOML file with options by their long names, such as num-workers = 4. The
-        command line overrides environment variables (ENVSERVE_NUM_WORKERS=4; lists are
+      config: TOML file with options by their long names, such as workers = 4. The
+        command line overrides environment variables (ENVSERVE_WORKERS=4; lists are
         separated by spaces), which override the file.
     """
     set_up_logs(log_level, log_format)

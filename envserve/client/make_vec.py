@@ -362,7 +362,7 @@ def make_batch(
         return BatchEnv.connect(env, addresses, num_envs, **settings)
     raise ValueError(
         "num_workers: expected None if addresses are given, because each server sets "
-        f"it (envserve start --num-workers); got {num_workers}"
+        f"it (envserve start --workers); got {num_workers}"
     )
 
 

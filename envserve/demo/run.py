@@ -97,7 +97,7 @@ class Demo:
         with contextlib.ExitStack() as stack:
             self.servers = []
             for index in range(_NUM_SERVERS):
-                options = env, "--step-timeout", "1", "--num-workers", "2"
+                options = env, "--step-timeout", "1", "--workers", "2"
                 self.servers.append(DemoServer(folder / f"server{index}", *options))
                 stack.callback(self.servers[-1].close)
             for server in self.servers:

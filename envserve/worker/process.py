@@ -146,8 +146,8 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
     except Exception as error:
         error.add_note(
             "The first env of this worker was built, a later one was not. If a process "
-            "can have only one env, use num_workers=num_envs (servers: --num-workers) "
-            "and no spare_envs; if each env needs its own port or file, use {row} in "
+            "can have only one env, use num_workers=num_envs (servers: --workers) and "
+            "no spare_envs; if each env needs its own port or file, use {row} in "
             "env_kwargs."
         )
         raise

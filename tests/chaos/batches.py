@@ -107,7 +107,7 @@ def running_server(trial: Trial, num_envs: int, *options: str) -> ServerProcess:
     return ServerProcess(
         folder,
         *("--env", LEDGER, "--import", MODULE, "--log-level", "info"),
-        *("--num-workers", "2", "--envs-per-worker", str(-(-num_envs // 2))),
+        *("--workers", "2", "--envs-per-worker", str(-(-num_envs // 2))),
         *("--max-processes", str(2 * num_envs)),  # each env may be in its own lease
         *("--crash-dir", str(folder / "crashes")),
         *(part for name in _KWARGS for part in ("--allow-kwarg", f"{name}:any")),

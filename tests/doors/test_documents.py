@@ -144,7 +144,7 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
         start = stack.enter_context
         for name in ("sim1", "sim2"):
             (folder / name).mkdir()
-        args = (f"{folder}/my_env.py", f"{folder}/my_env.py:Walk", "--num-workers", "4")
+        args = (f"{folder}/my_env.py", f"{folder}/my_env.py:Walk", "--workers", "4")
         more = ("--max-processes", "64", "--import", "envserve.envpool", *OFFERED)
         one, two = (
             start(ServerProcess(folder / name, *args, *more)).address

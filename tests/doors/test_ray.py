@@ -206,7 +206,7 @@ def now_ready(number: int, but: str = "") -> list[str]:
 
 
 def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> None:
-    started = start("--servers", "3", "--num-workers", "1", ENV)
+    started = start("--servers", "3", "--workers", "1", ENV)
     found = started.addresses
     assert sorted(map(ip_of, found)) == ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
     assert [request_welcome(address, 30.0).env_names for address in found] == [
@@ -218,11 +218,11 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
     assert len(now_ready(3, but=found[0])) == 3
     os.kill(pids[found[1]], signal.SIGTERM)  # requested, so Ray does not restart it
     assert len(now_ready(2, but=found[1])) == 2
-    again = start("--servers", "1", "--num-workers", "1", ENV)  # adds a server
+    again = start("--servers", "1", "--workers", "1", ENV)  # adds a server
     assert len(now_ready(3)) == 3
     assert again.end(signal.SIGTERM) == 0
     assert len(now_ready(2)) == 2
-    more = start("--scale-to", "4", "--num-workers", "1", ENV)
+    more = start("--scale-to", "4", "--workers", "1", ENV)
     assert len(more.addresses) == len(now_ready(4)) == 4
     assert start("--scale-to", "1").end() == 0
     assert len(now_ready(1)) == 1
@@ -238,7 +238,7 @@ def test_servers_are_spread_and_a_failed_one_is_started_again(start: Start) -> N
 def test_servers_of_a_node_that_ray_drains_are_restarted_elsewhere(
     start: Start, cluster: RayCluster
 ) -> None:
-    started = start("--servers", "2", "--num-workers", "1", ENV)
+    started = start("--servers", "2", "--workers", "1", ENV)
     address = next(each for each in started.addresses if ip_of(each) != "127.0.0.2")
     (node,) = (
         each
@@ -265,7 +265,7 @@ def server_pids() -> dict[str, int]:
 
 
 def test_servers_end_with_the_process_that_started_them(start: Start) -> None:
-    started = start("--servers", "2", "--num-workers", "1", ENV)
+    started = start("--servers", "2", "--workers", "1", ENV)
     pids = [*server_pids().values()]
     assert len(pids) == 2
     assert started.end(signal.SIGKILL) == -signal.SIGKILL
@@ -307,7 +307,7 @@ def test_servers_use_the_key_of_their_node_and_clients_pin_it_by_name(
 
 
 def test_a_batch_continues_when_a_node_dies(cluster: RayCluster, start: Start) -> None:
-    started = start("--servers", "3", "--num-workers", "1", ENV)
+    started = start("--servers", "3", "--workers", "1", ENV)
     with BatchEnv.connect(ENV, [WORD], 6, seed=1) as batch:
         batch.reset()
         steps = iter(lambda: batch.step(np.ones(6, np.int64)), None)
@@ -327,7 +327,7 @@ def test_a_batch_continues_when_a_node_dies(cluster: RayCluster, start: Start) -
 def test_training_continues_and_learns(
     cluster: RayCluster, start: Start, tmp_path: Path
 ) -> None:
-    started = start("--servers", "3", "--num-workers", "1", ENV)
+    started = start("--servers", "3", "--workers", "1", ENV)
     run = tmp_path / "run"
     args = ["cartpole", "--connect", WORD, "--seed", "1"]
     args += ["--set", "total_steps=100000000", "--set", "num_envs=6"]

@@ -25,7 +25,7 @@ MODULE = "tests.doors.masked_env"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("server")
     names = ("label", "set:label", "set:is_broken")
-    options = ["--num-workers", "1", *(part for n in names for part in ("--expose", n))]
+    options = ["--workers", "1", *(part for n in names for part in ("--expose", n))]
     with ServerProcess(folder, *options, imports=(MODULE,)) as server:
         yield server
 

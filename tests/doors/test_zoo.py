@@ -50,7 +50,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("there")
-    options = ("--num-workers", "1")
+    options = ("--workers", "1")
     with ServerProcess(folder, *options, cwd=folder, imports=MODULES) as server:
         yield server
 

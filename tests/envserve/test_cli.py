@@ -224,7 +224,7 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--bind", "tcp://[::]:0"], 2, "but no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
         (["--bind", "127.0.0.1:x"], 2, "--bind: expected an address like 127.0.0.1:5"),
-        (["--num-workers", "0"], 2, "--num-workers: expected an int >= 1; got '0'"),
+        (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
         (["--worker-memory-mib", "9" * 14], 2, "expected an int <= 4294967296; got"),
         # The port would listen on all addresses.
         (["--metrics-host", ""], 2, "--metrics-host: expected a str of length >= 1"),
@@ -299,7 +299,7 @@ main()
 
 
 def test_a_server_that_fails_its_self_test_exits_with_3() -> None:
-    words = ("start", "--bind", "tcp://127.0.0.1:0", "--num-workers", "1")
+    words = ("start", "--bind", "tcp://127.0.0.1:0", "--workers", "1")
     run = subprocess.run(
         [sys.executable, "-c", _OPEN_TO_ALL, *words], capture_output=True, text=True
     )

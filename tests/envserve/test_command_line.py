@@ -158,18 +158,16 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         ("envserve describe", "the following arguments are required: ENV; see envser"),
         ("envserve health a b", "unrecognized arguments: b; see envserve health --he"),
         (
-            "envserve start --workers 1",
-            "there is no option --workers; did you mean --num-workers? See",
+            "envserve start --wokers 1",
+            "there is no option --wokers; did you mean --workers? See",
         ),
         ("envserve start --work 1", "there is no option --work; did you mean --work"),
         (
-            "envserve start --num-workers",
-            "argument --num-workers: expected one argument; see",
+            "envserve start --num-workers 1",
+            "there is no option --num-workers; did you mean --workers? See",
         ),
-        (
-            "envserve start --num-workers x",
-            "--num-workers: expected an int; got 'x'; see env",
-        ),
+        ("envserve start --workers", "argument --workers: expected one argument; see"),
+        ("envserve start --workers x", "--workers: expected an int; got 'x'; see env"),
         (
             "envserve start --debug-errors=x",
             "--debug-errors: expected no value; got 'x",
@@ -199,6 +197,10 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "ppo train --step-timeout=4",
             "there is no option --step-timeout; did you mean --set step_timeout",
         ),
+        (
+            "ppo train --workers 2",
+            "there is no option --workers; did you mean --num-workers? See",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_an_error_of_one_line(
@@ -217,13 +219,13 @@ def test_the_command_line_overrides_variables_which_override_the_file(
 ) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
-        'num-workers = 3\nbind = "ipc:///from-file"\nexpose = ["a", "b"]\n'
+        'workers = 3\nbind = "ipc:///from-file"\nexpose = ["a", "b"]\n'
         "insecure-no-auth = true\nmax-row-mib = 7\nstep-timeout = 2\n"
     )
-    monkeypatch.setenv("ENVSERVE_NUM_WORKERS", "4")
+    monkeypatch.setenv("ENVSERVE_WORKERS", "4")
     monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", "4.5")
     monkeypatch.setenv("ENVSERVE_BIND", "ipc:///a ipc:///b")
-    words = ("--config", str(file), "--num-workers", "5")
+    words = ("--config", str(file), "--workers", "5")
     assert run("envserve", "start", *words) == (0, "", "")
     (host,) = settings
     assert host.num_workers == 5
@@ -273,7 +275,7 @@ def test_a_flag_disables_what_is_on_by_default(
     ("words", "passed_on"),
     [
         (["--no-preload", "--reload"], ["--reload", "--no-preload"]),
-        (["--num-workers", "3"], ["--num-workers", "3"]),
+        (["--workers", "3"], ["--workers", "3"]),
     ],
 )
 def test_given_options_can_be_passed_on_as_words(
@@ -286,12 +288,12 @@ def test_given_options_can_be_passed_on_as_words(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("num-wrokers = 3", "got 'num-wrokers'; did you mean num-workers?"),
-        ("workers = 3", "as keys; got 'workers'; did you mean num-workers?"),
+        ("wrokers = 3", "as keys; got 'wrokers'; did you mean workers?"),
+        ("num_workers = 3", "as keys; got 'num_workers'; did you mean "),
         ("config = 'x'", "as keys; got 'config'"),
-        ("num-workers = 'x'", "toml: num-workers: expected an int; got 'x'"),
-        ("num-workers = 0", "toml: num-workers: expected an int >= 1; got 0"),
-        ("[num-workers]\nx = 1", "toml: num-workers: expected an int; got {'x': 1}"),
+        ("workers = 'x'", "server.toml: workers: expected an int; got 'x'"),
+        ("workers = 0", "server.toml: workers: expected an int >= 1; got 0"),
+        ("[workers]\nx = 1", "toml: workers: expected an int; got {'x': 1}"),
         ("= 3", "expected a TOML file; Invalid statement (at line 1, column 1)"),
         (None, "expected a TOML file; [Errno 2] No such file or directory"),
     ],
@@ -315,11 +317,9 @@ def test_a_wrong_file_of_options_is_an_error_of_one_line(
 def test_a_wrong_variable_is_an_error_that_names_the_variable(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ENVSERVE_NUM_WORKERS", "x")
+    monkeypatch.setenv("ENVSERVE_WORKERS", "x")
     code, _, err = run("envserve", "start")
-    text = (
-        "Error: environment variable ENVSERVE_NUM_WORKERS: expected an int; got 'x'; se"
-    )
+    text = "Error: environment variable ENVSERVE_WORKERS: expected an int; got 'x'; se"
     assert (code, err[: len(text)]) == (2, text)
 
 
@@ -329,13 +329,13 @@ def test_unknown_variables_of_a_server_are_one_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("NUM_WORKRES", "WORKERS", "HOME", "LOG_FORMAT", "QQ", "STEP_TIMEOUT"):
+    for name in ("WORKRES", "NUM_WORKERS", "HOME", "LOG_FORMAT", "QQ", "STEP_TIMEOUT"):
         monkeypatch.setenv(f"ENVSERVE_{name}", "text" if name == "LOG_FORMAT" else "3")
     assert run("envserve", "start") == (0, "", "")
     assert caplog.messages == [
         "ignoring unknown environment variables: "
-        "ENVSERVE_NUM_WORKRES (did you mean ENVSERVE_NUM_WORKERS?), ENVSERVE_QQ, "
-        "ENVSERVE_WORKERS (did you mean ENVSERVE_NUM_WORKERS?)"
+        "ENVSERVE_NUM_WORKERS (did you mean ENVSERVE_WORKERS?), ENVSERVE_QQ, "
+        "ENVSERVE_WORKRES (did you mean ENVSERVE_WORKERS?)"
     ]
 
 
@@ -350,7 +350,7 @@ def test_variables_of_kubernetes_services_are_ignored(
         monkeypatch.setenv(f"{service}_SERVICE_PORT_HTTP", "5555")
         for name in ("PORT", "PORT_5555_TCP", "PORT_5555_TCP_ADDR"):
             monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:5555")
-    monkeypatch.setenv("ENVSERVE_NUM_WORKERS", "3")
+    monkeypatch.setenv("ENVSERVE_WORKERS", "3")
     assert run("envserve", "start") == (0, "", "")
     assert caplog.messages == []
     assert [(host.num_workers, host.metrics_port) for host in settings] == [(3, None)]
@@ -493,12 +493,12 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("envserve", "envserve keys ") == ["make", "new"]
     assert complete("envserve", "envserve --ver") == ["--version"]
     options = ["--worker-env", "--worker-memory-mib", "--worker-processes"]
-    options += ["--worker-user"]
+    options += ["--worker-user", "--workers"]
     assert complete("envserve", "envserve start --work") == options
     names = ["CartPole-v0", "CartPole-v1"]
     assert complete("envserve", "envserve start CartPole-v") == names
     assert complete("envserve", "envserve start --env CartPole-v") == names
-    assert complete("envserve", "envserve start --num-workers ") == []
+    assert complete("envserve", "envserve start --workers ") == []
     assert complete("envserve", "envserve start --log-format ") == ["json", "text"]
     assert complete("envserve", "envserve check --env CartPole-v") == names
     assert complete("ppo", "ppo train --re") == [

@@ -382,7 +382,7 @@ def test_rows_can_move_to_a_server_with_another_number_of_workers(
     rows = rows_at(player, first)
     blocks = player.batch.blocks
     each = ("--envs-per-worker", str(4 // workers))
-    other = source.start(4, "--num-workers", str(workers), *each)
+    other = source.start(4, "--workers", str(workers), *each)
     first.kill()
     while not rows_at(player, other).size:
         assert np.delete(player.step().valid, rows).all()

@@ -154,7 +154,7 @@ def test_the_longest_answer_fits_into_a_body() -> None:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with servers_in(tmp_path_factory.mktemp("server")) as start:
-        yield start("tcp://127.0.0.1:0", "--num-workers", "2")
+        yield start("tcp://127.0.0.1:0", "--workers", "2")
 
 
 def number_of(observer: Observer) -> int:

@@ -61,7 +61,7 @@ def check_that_envs_can_be_leased_again(server: ServerProcess, join: Join) -> No
 
 def test_descriptors_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
     limit = ("sh", "-c", 'ulimit -n 48 && exec "$@"', "sh")
-    options = ("--num-workers", "32", "--max-processes", "64")
+    options = ("--workers", "32", "--max-processes", "64")
     client = join(server := serve(*options, prefix=limit), 2)
     client.reset()
     assert "Too many open files" in str(refused(server, 30))

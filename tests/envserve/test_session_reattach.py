@@ -183,7 +183,7 @@ def test_envs_with_other_blocks_than_before_are_an_error() -> None:
     exchange(client, restarted, 1.0)
     assert state_of(client) is ClientState.LOST
     assert "expected the same envs as before" in str(client.error)
-    assert "the same number of --num-workers" in str(client.error)
+    assert "the same number of --workers" in str(client.error)
     assert not restarted.pools  # the client has returned the lease
 
 

@@ -82,7 +82,7 @@ def test_a_local_step_into_arrays_makes_few_calls() -> None:
 
 
 def test_a_step_over_tcp_makes_few_calls(start_server: StartServer) -> None:
-    address = start_server("tcp://127.0.0.1:0", "--num-workers", "2")
+    address = start_server("tcp://127.0.0.1:0", "--workers", "2")
     with BatchEnv.connect("CartPole-v1", [address], NUM_ENVS, seed=0) as batch:
         found = fewest_calls(batch)
     assert found.functions <= 45, found

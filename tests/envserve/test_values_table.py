@@ -70,7 +70,7 @@ def result(
             maker.close()
             maker.launcher.close()
         else:
-            options = ("--import", MODULE, "--num-workers", "2")
+            options = ("--import", MODULE, "--workers", "2")
             with ServerProcess(folder, *options) as server:
                 lane = attach_lane(server, NAME, num_rows, infos="all")
                 yield step_all_cases(lane, warnings)

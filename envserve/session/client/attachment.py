@@ -556,7 +556,7 @@ def _check_same_envs(
     old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, granted))
     if old != new:
         text = f"{len(old)} before, {len(new)} with different rows now"
-        text += "; start the server with the same number of --num-workers"
+        text += "; start the server with the same number of --workers"
         different.append(f"blocks: {text}")
     if different:
         source = f" from {previous_address}" if previous_address else ""

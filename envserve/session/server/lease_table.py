@@ -373,7 +373,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
             f"request fewer envs, close other leases (a lease ends "
             f"{self._settings.lease_seconds:g} s after its client's last message), or "
-            f"start the server with larger --num-workers or --envs-per-worker",
+            f"start the server with larger --workers or --envs-per-worker",
             holder=holder,
             held_ms=held_ms,
         )
