@@ -59,7 +59,8 @@ def complete_bind(address: str) -> str:
     Raises:
       ValueError: The address is malformed.
     """
-    if not address.startswith("dns://"):  # names several hosts
+    # dns:// names several hosts. A number is more likely a port than a host.
+    if not (address.startswith("dns://") or address.isdigit()):
         with contextlib.suppress(AddressError):  # raised below, with the valid forms
             address = complete_address(address)
     is_local_address(address)

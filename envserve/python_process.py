@@ -85,6 +85,7 @@ def uncollected_imports() -> Iterator[None]:
 
     All objects that exist at the end of the block are excluded from later collections:
     most of them are needed until the process exits, and a collection would visit them.
+    If garbage collection is disabled already, this does nothing.
     """
     is_enabled = gc.isenabled()
     gc.disable()

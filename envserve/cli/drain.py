@@ -8,7 +8,7 @@ from typing import Final
 
 from envserve.cli.options import THIS_HOST, Address, Insecure, Seconds, address_of
 from envserve.cli.terminal import fail
-from envserve.errors import ConnectError, EnvserveError
+from envserve.errors import ConnectError, EnvserveError, EnvStartError
 
 #: Exit code if the server is still running after the timeout.
 _STILL_RUNNING: Final = 3
@@ -69,5 +69,6 @@ def drain(
                         )
                     connection.wait(0.1, for_writing=False)
     except EnvserveError as error:
-        fail(error, 1)  # a refusal is not an error in the input
+        # The server reports a refusal as EnvStartError, which is no error in the input.
+        fail(error, 1 if isinstance(error, EnvStartError) else None)
     print(f"{address}: the server has drained and exited")

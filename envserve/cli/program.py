@@ -251,7 +251,9 @@ def environment() -> dict[str, str]:
         if service != key:
             forms = rf"{re.escape(service)}_(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)"
             for name in filter(re.compile(forms).fullmatch, os.environ):
-                variables.pop(name, None)
+                # The user may have set ENVSERVE_METRICS_PORT to a number.
+                if name != f"{service}_PORT" or "://" in os.environ[name]:
+                    variables.pop(name, None)
     return variables
 
 

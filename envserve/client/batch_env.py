@@ -690,7 +690,7 @@ class BatchEnv:
 
         Any thread may read this property, also while another one is using the batch.
         """
-        return self._group.is_waiting
+        return not self._unusable and self._group.is_waiting
 
     @property
     def pending(self) -> str:

@@ -357,9 +357,12 @@ class FaultLog:
         if path is None:
             return []
         if not self._config.is_replayable:
+            remedy = (
+                "; to replay such faults, move the env, its wrappers and its arguments "
+                "from the script to a separate file"
+            )
             return [
-                f"its actions are in {path}; to replay such faults, move the env, its "
-                f"wrappers and its arguments from the script to a separate file"
+                f"its actions are in {path}{'' if self._config.vectorized else remedy}"
             ]
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules

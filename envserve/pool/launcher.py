@@ -12,7 +12,6 @@ answers each request, so a template that an env has suspended (SIGSTOP) is detec
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -26,18 +25,13 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from envserve.errors import EnvStartError, WorkerError
+from envserve.errors import EnvStartError, WorkerError, raise_if_from_handler
 from envserve.pool.privileges import popen_options, resource_limits
 from envserve.pool.worker_states import Exit
 from envserve.python_process import python_command, search_path
 from envserve.settings import HostSettings
 from envserve.spaces import codec
-from envserve.worker.channel import (
-    Channel,
-    MessageKind,
-    pack_message,
-    raise_if_from_handler,
-)
+from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -81,9 +75,11 @@ class DescriptorReserve:
     def _resize(self, count: int) -> None:
         while len(self._fds) > count:
             os.close(self._fds.pop())
-        with contextlib.suppress(OSError):  # no descriptors are left
+        try:
             while len(self._fds) < count:
                 self._fds.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:  # no descriptors are left
+            raise_if_from_handler(error)
 
     def __enter__(self) -> None:
         self._resize(max(0, len(self._fds) - _NUM_FREED))

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from envserve.crashes.action_ring import ring_nbytes
-from envserve.errors import EnvserveError, EnvStartError, WorkerError
+from envserve.errors import (
+    EnvserveError,
+    EnvStartError,
+    WorkerError,
+    raise_if_from_handler,
+)
 from envserve.lane import Block
 from envserve.pool.launcher import Launcher
 from envserve.pool.supervisor import SupervisedWorker
@@ -23,7 +28,6 @@ from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.worker.channel import raise_if_from_handler
 from envserve.worker.frame_board import FrameBoard, board_nbytes
 from envserve.wrappers.specs import wrappers_to_plain
 

@@ -94,6 +94,7 @@ _EXTENSIONS: Final = frozenset(kind for kind, form in _HEADERS.items() if form[1
 CONVERSION_ERRORS: Final = (
     ArithmeticError,
     AttributeError,
+    BufferError,
     LookupError,
     RuntimeError,
     TypeError,

@@ -28,7 +28,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from envserve.errors import UnknownEnv, WorkerError, WrapperError
+from envserve.errors import (
+    UnknownEnv,
+    WorkerError,
+    WrapperError,
+    raise_if_from_handler,
+)
 from envserve.settings import EnvRequest
 
 if TYPE_CHECKING:  # at runtime, this import would load gymnasium
@@ -177,16 +182,6 @@ class MessageDecoder:
             )
         del buffer[:offset]
         return messages
-
-
-def raise_if_from_handler(error: OSError) -> None:
-    """Raise an error that a signal handler has raised, such as TimeoutError.
-
-    The system call may have succeeded, so it must not be repeated. Errors of system
-    calls have an error number.
-    """
-    if error.errno is None:
-        raise error
 
 
 _PassedFd = int | socket.socket | None

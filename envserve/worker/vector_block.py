@@ -219,6 +219,8 @@ class VectorBlock:
         for array in (rows.reward, rows.terminated, rows.truncated):
             array[deferred] = 0
         ended = rows.terminated | rows.truncated
+        for final, last in self._final_and_last:
+            final[ended] = last[ended]
         self._record_resets(ended)
         by_row = self._infos_by_row(infos, ended, _NO_INFOS)
         first = self._infos_by_row(reset_infos, np.zeros_like(ended), _NO_INFOS)

@@ -34,7 +34,7 @@ _CALLERS: Final = re.compile(r"envserve\.|importlib|gymnasium\.envs\.registratio
 _MAX_TRACEBACK_CHARS: Final = 16 << 10
 #: Maximum length of an exception's message in a traceback, so that the lines of the
 #: frames before the message are kept.
-_MAX_MESSAGE_CHARS: Final = 4 << 10
+_MAX_MESSAGE_CHARS: Final = 1 << 10
 #: Maximum total size of the tracebacks in a report. If it is exceeded, the longest ones
 #: are cut, but not to less than the minimum size.
 _MAX_TRACEBACK_BYTES: Final = 32 << 10
@@ -230,13 +230,14 @@ def utf8_tail(text: str) -> str:
 
 
 def _clip(text: str, num_bytes: int) -> str:
-    """Return the end of a traceback, or its exception if the exception is longer."""
+    """Return the end of a traceback, or only its exception if the end lacks frames."""
     data = text.encode()
     if len(data) <= num_bytes:
         return text
-    start = data.rfind(exception_line(text).encode())
-    start = max(0, min(start, len(data) - num_bytes))
-    return data[start : start + num_bytes].decode(errors="ignore")
+    tail, line = data[-num_bytes:].decode(errors="ignore"), exception_line(text)
+    if exception_line(tail) == line:
+        return tail
+    return line.encode()[:num_bytes].decode(errors="ignore")
 
 
 def encode_report(

@@ -243,6 +243,11 @@ def test_an_array_that_cannot_be_converted_raises_codec_error() -> None:
         encode(Array(RuntimeError("out of reach")), keep_types=True)
 
 
+def test_a_buffer_that_is_not_contiguous_raises_codec_error() -> None:
+    with pytest.raises(CodecError, match="not C-contiguous"):
+        encode(memoryview(b"abcdef")[::2])
+
+
 def test_the_exception_of_a_signal_handler_is_not_converted() -> None:
     with pytest.raises(TimeoutError):
         encode(Array(TimeoutError()), keep_types=True)

@@ -352,8 +352,11 @@ def test_variables_of_kubernetes_services_are_ignored(
             monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:5555")
     monkeypatch.setenv("ENVSERVE_WORKERS", "3")
     assert run("envserve", "start") == (0, "", "")
+    monkeypatch.setenv("ENVSERVE_METRICS_PORT", "9123")  # set by the user
+    assert run("envserve", "start") == (0, "", "")
     assert caplog.messages == []
-    assert [(host.num_workers, host.metrics_port) for host in settings] == [(3, None)]
+    assert [host.num_workers for host in settings] == [3, 3]
+    assert [host.metrics_port for host in settings] == [None, 9123]
 
 
 def test_json_logs_have_one_object_per_line(

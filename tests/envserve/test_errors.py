@@ -12,6 +12,7 @@ from envserve.errors import CallError, EnvError, EnvserveError, EnvStartError
 from envserve.lane import Block, Fault
 from envserve.slab import Status
 from envserve.spaces.codec import CodecError
+from envserve.wire.result_report import ResultReport
 from envserve.worker.worker_report import (
     decode_report,
     encode_report,
@@ -105,15 +106,20 @@ def test_the_cause_of_a_traceback_names_the_exception(
         assert isinstance(error, type(raised)) != isinstance(raised, ExceptionGroup)
 
 
-@pytest.mark.parametrize("num_rows", [1, 100])
-def test_a_long_message_hides_neither_the_frames_nor_the_cause(num_rows: int) -> None:
+@pytest.mark.parametrize("num_rows", [1, 16, 100])
+@pytest.mark.parametrize("text", ["x" * 100_000, "x\n" * 1000, "x" * 5000])
+def test_a_long_message_hides_neither_the_frames_nor_the_cause(
+    num_rows: int, text: str
+) -> None:
     with pytest.raises(ValueError, match="x") as caught:
-        raise ValueError("x" * 100_000)
+        raise ValueError(text)
     faults = [fault_from_error(row, caught.value) for row in range(num_rows)]
     assert "test_errors.py" in faults[0].detail
     report = encode_report(num_rows, 64, faults)
     outcome, _ = decode_report(report, Block(0, 0, num_rows, 0, 0), 64)
-    assert all(fault.cause.startswith("ValueError: x") for fault in outcome.faults)
+    sent = ResultReport.decode(ResultReport(faults=outcome.faults).encode())
+    for fault in (*outcome.faults, *sent.faults):
+        assert fault.cause.startswith("ValueError: x")
 
 
 @pytest.mark.parametrize("kind", [EnvError, EnvStartError, CallError])

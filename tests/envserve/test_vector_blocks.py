@@ -158,6 +158,14 @@ def test_rows_that_are_not_reset_after_a_fault_begin_in_the_next_step(
     result = batch.step([1] * 4)
     assert result.observation["t"].tolist() == [2, 1, 4, 4]
     assert "luck" in result.infos[1]
+    batch.step([3, 0, 0, 0])
+    batch.reset([0], [4])  # this episode ends in its first step
+    result = batch.step([1] * 4)
+    assert result.terminated.tolist()[:2] == [True, False]
+    for leaf, final in zip(
+        result.observation.values(), result.final_observation.values(), strict=True
+    ):
+        np.testing.assert_equal(final[0], leaf[0])
 
 
 def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(

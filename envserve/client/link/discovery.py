@@ -8,7 +8,7 @@ from typing import Final
 from envserve import ray
 from envserve.address import NamedAddress, complete_address
 from envserve.client.link.zmq_guards.resolver import resolve_host
-from envserve.errors import AddressError
+from envserve.errors import AddressError, raise_if_from_handler
 from envserve.regular_file import open_regular
 
 #: Schemes of address sources, whose addresses may change over time.
@@ -41,6 +41,8 @@ def _from_name(source: str) -> tuple[str, ...]:
     try:
         found = resolve_host(by_name)
     except (OSError, UnicodeError) as error:  # UnicodeError: empty or long label
+        if isinstance(error, OSError):
+            raise_if_from_handler(error)
         name = by_name.removeprefix("tcp://").rpartition(":")[0]
         raise AddressError(
             f"cannot resolve {name}; check its spelling and the DNS of this "

@@ -54,8 +54,8 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
         if error.errno == errno.EADDRINUSE and scheme == "tcp":
             remedy = (
                 "stop the program that uses this port, or choose another port; port 0 "
+                "selects a free one"
             )
-            remedy += "selects a free one"
         raise ServerError(f"cannot listen on {address}: {reason}; {remedy}") from None
     return listener, address
 
