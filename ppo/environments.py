@@ -134,7 +134,7 @@ def env_maker(
             return make_batch(num_envs, seed, is_training)
         except EnvStartError as error:  # such as a vector env, which has no wrappers
             names = [name for name in _WRAPPING_SETTINGS if getattr(config, name)]
-            if is_training and names and "wrappers" in str(error):
+            if is_training and names and "do not support wrappers" in str(error):
                 error.add_note(
                     f"The training envs have wrappers because of {', '.join(names)}; "
                     "remove these settings if the envs do not support wrappers."

@@ -149,17 +149,20 @@ def check_action_space(space: gymnasium.Space[Any]) -> None:
     Raises:
         UnsupportedSpaceError: The space is not supported.
     """
-    is_empty = 0 in (space.shape or ())
-    if isinstance(space, gymnasium.spaces.Box) and (space.dtype == bool or is_empty):
-        raise UnsupportedSpaceError(
-            "Action space: expected a numeric Box with at least one element, got "
-            f"{space}; for bits, use a MultiBinary; if there is nothing to choose, "
-            "use a Discrete(1)."
-        )
-    if leaf_kind(space) is None or is_empty:
+    if leaf_kind(space) is None:
         raise UnsupportedSpaceError(
             "Action space: expected Box, Discrete, MultiDiscrete or MultiBinary, got "
             f"{space}; wrap the env so that its actions are one of these."
+        )
+    if 0 in (space.shape or ()):
+        raise UnsupportedSpaceError(
+            f"Action space: expected at least one element, got {space}; if there is "
+            "nothing to choose, use a Discrete(1)."
+        )
+    if isinstance(space, gymnasium.spaces.Box) and space.dtype == bool:
+        raise UnsupportedSpaceError(
+            f"Action space: expected a numeric Box, got {space}; for bits, use a "
+            "MultiBinary."
         )
 
 

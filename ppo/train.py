@@ -88,8 +88,8 @@ def train(
     """Train an agent for the config's `total_steps`.
 
     If envs or callbacks fail, a checkpoint is written before the error is raised. If
-    `TrainingStopped` is raised while the envs are stepped, training ends, and a
-    checkpoint of the last complete iteration is written.
+    `TrainingStopped` is raised while the envs of a single learner are stepped, training
+    ends, and a checkpoint of the last complete iteration is written.
 
     Args:
         config: All settings.
@@ -99,8 +99,8 @@ def train(
             ended before its first checkpoint starts from the beginning.
         on_progress: Called after every iteration. Raising an exception ends training.
         should_stop: Called after every iteration. Training ends if it returns true.
-        on_step: Called after every batch step. Raising an exception ends training
-            immediately, without a checkpoint.
+        on_step: Called after every batch step. Raising an exception other than
+            `TrainingStopped` ends training immediately, without a checkpoint.
         learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
@@ -211,6 +211,8 @@ class _Loop:
                 self._save(evaluation)
                 raise
             except TrainingStopped:
+                if self._learners.num > 1:
+                    raise  # the others wait for this learner
                 self._report()
                 self._save(evaluation)
                 break

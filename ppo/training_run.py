@@ -7,6 +7,7 @@ before the update.
 """
 
 import collections
+import contextlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from ppo.algorithms.algorithm import Algorithm
 from ppo.config.config import Config
-from ppo.errors import ConfigError
+from ppo.errors import ConfigError, TrainingStopped
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.rollout import (
@@ -194,7 +195,8 @@ class TrainingRun:
         """
         acting, newest = self._snapshot, self.agent.snapshot()
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, newest)
-        with ThreadPoolExecutor(1) as pool:
+        # If the collection has failed, a stop must not interrupt the update.
+        with contextlib.suppress(TrainingStopped), ThreadPoolExecutor(1) as pool:
             learned = pool.submit(self._learn, rollout, after)
             if not self.config.is_finished_after(after.steps):
                 seed, _ = self._seeds(after.iteration)

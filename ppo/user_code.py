@@ -22,7 +22,13 @@ import numpy as np
 
 from envserve.envs.user_envs import sibling_imports, split_reference
 from envserve.text import one_line
-from ppo.errors import CallbackError, ConfigError, PpoError, suggestion
+from ppo.errors import (
+    CallbackError,
+    ConfigError,
+    PpoError,
+    TrainingStopped,
+    suggestion,
+)
 
 #: Maps paths of loaded files to their versions (modification time, size) and modules.
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}
@@ -76,12 +82,12 @@ def user_code_errors(
     Args:
         what: The setting and its value, with which the message begins.
         code: The user's function or class, or the path of the user's file.
-        kind: Type of the new exception; exceptions of this type are re-raised
-            unchanged.
+        kind: Type of the new exception; exceptions of this type and TrainingStopped
+            are re-raised unchanged.
     """
     try:
         yield
-    except kind:
+    except (kind, TrainingStopped):
         raise
     except (Exception, SystemExit) as error:
         text = one_line(" ".join(str(error).split()), 300)

@@ -132,9 +132,11 @@ class Agent:
             Actions, as from `act`; the parameters of their distributions, for
             `log_prob`; and the states after this observation.
         """
-        variables = self.trainable_variables if snapshot else []
-        values, scales = snapshot or ([], None)
-        with keras.StatelessScope(list(zip(variables, values, strict=True))):
+        replaced, scales = [], None
+        if snapshot is not None:
+            values, scales = snapshot
+            replaced = list(zip(self.trainable_variables, values, strict=True))
+        with keras.StatelessScope(replaced):
             distribution, state = self._policy_step(observation, state, scales)
         return distribution.sample(noise), distribution.parameters, *state
 

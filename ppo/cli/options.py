@@ -252,7 +252,9 @@ def start_tensorflow(
     uses_onednn = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:
-        with preserved_interrupts(), deferred_stderr(), uncollected_imports():
+        is_loaded = "tensorflow" in sys.modules
+        imports = contextlib.nullcontext() if is_loaded else uncollected_imports()
+        with preserved_interrupts(), deferred_stderr(), imports:
             import tensorflow as tf
 
             # TensorFlow reads TF_XLA_FLAGS when it looks for devices.

@@ -43,7 +43,7 @@ class StopSignals:
         self._on_first, self._is_waiting = on_first, is_waiting
         self._stalled_seconds = stalled_seconds
         self._must_stop = self._must_stop_now = False
-        self._has_stepped = self._is_stalled = False
+        self._has_stepped = self._is_stalled = self._has_raised = False
         self._reader, self._writer = socket.socketpair()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self.received: signal.Signals | None = None
@@ -89,7 +89,8 @@ class StopSignals:
             try:
                 number = self._reader.recv(1)
             except TimeoutError:
-                if self._is_waiting() and not self._has_stepped:
+                is_stalled = self._is_waiting() and not self._has_stepped
+                if is_stalled and not self._has_raised:
                     self._is_stalled = True
                     count -= 1  # the signal that is sent here is not a second one
                     signal.pthread_kill(threading.main_thread().ident or 0, first)
@@ -111,6 +112,7 @@ class StopSignals:
             self._is_stalled = False
             # If the step has ended in the meantime, an update must not be interrupted.
             if self._is_waiting():
+                self._has_raised = True  # only once, because the run is saved next
                 raise TrainingStopped("the envs do not answer")
             return
         # If two signals arrive during one TensorFlow call, Python calls this handler

@@ -298,7 +298,9 @@ def _train(
 
     def is_waiting() -> bool:
         # Other learners cannot continue without this one.
-        return learners.num == 1 and any(env.is_waiting for env in batches.values())
+        return learners.num == 1 and any(
+            env.is_waiting for env in list(batches.values())
+        )
 
     def make_monitored_env(
         *, num_envs: int, seed: int, is_training: bool = False
@@ -337,7 +339,8 @@ def _train(
     if not learners.is_chief:
         screen.print(f"Learner {learners.index} finished after {result.steps:,} steps.")
         return result.is_finished
-    if not result.is_finished or stop.received:
+    # Other learners have finished, and are not restarted.
+    if not result.is_finished or (stop.received and learners.num == 1):
         screen.phase("")
         hint = "There is no checkpoint, so the run cannot be resumed."
         if run_folder.has_checkpoint():

@@ -41,6 +41,7 @@ def test_every_result_belongs_to_its_own_request(
         for block in chosen:
             player.send(block)
         assert batch.num_in_flight == 8 - sum(map(len, idle))
+        assert batch.is_waiting == (batch.num_in_flight > 0)
         if batch.num_in_flight:
             min_envs = int(random_generator.integers(1, batch.num_in_flight + 1))
             rows, _ = player.receive(min_envs=min_envs)

@@ -145,11 +145,13 @@ def test_initial_weights_depend_on_the_seed_of_the_config(recurrent_size: int) -
 
 def test_error_for_an_unsupported_action_space_names_it() -> None:
     bits: Any = np.bool_
-    for box in (SPACES.Box(0, 1, (2,), bits), SPACES.Box(-1.0, 1.0, (0,))):
-        with pytest.raises(
-            UnsupportedSpaceError, match="a numeric Box with at least one element"
-        ):
-            Agent(SPACES.Box(-1.0, 1.0, (3,)), box, CONFIG)
+    for space, text in (
+        (SPACES.Box(0, 1, (2,), bits), "a numeric Box, .*MultiBinary"),
+        (SPACES.Box(-1.0, 1.0, (0,)), r"at least one element, .*Discrete\(1\)"),
+        (SPACES.MultiDiscrete([]), r"at least one element, .*Discrete\(1\)"),
+    ):
+        with pytest.raises(UnsupportedSpaceError, match=text):
+            Agent(SPACES.Box(-1.0, 1.0, (3,)), space, CONFIG)
     with pytest.raises(UnsupportedSpaceError, match="got Tuple"):
         Agent(SPACES.Box(-1.0, 1.0, (3,)), SPACES.Tuple([SPACES.Discrete(2)]), CONFIG)
 

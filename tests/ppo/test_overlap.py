@@ -1,8 +1,11 @@
 """Rollouts that are collected during an update: data, failures, resuming."""
 
 import itertools
+import os
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import tensorflow as tf
 from envserve.errors import EnvError
 from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.update import Updater
+from ppo.cli.stop_signals import StopSignals
 from ppo.errors import DivergedError
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
@@ -134,6 +138,33 @@ def test_interrupt_during_a_rollout_writes_no_checkpoint(
     assert len(calls) == 12
     saved = RunFolder(tmp_path / "run").has_checkpoint()
     assert saved is not overlap  # with overlap, step 12 is in the first iteration
+
+
+def test_a_stop_during_an_update_waits_for_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Updater.update
+
+    class Hanging(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: Any = None) -> Any:
+            if len(self.actions) == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return super().step(actions, out)
+
+    def slow(self: Updater, *arguments: Any, **named: Any) -> dict[str, float]:
+        metrics = update(self, *arguments, **named)
+        time.sleep(0.3)
+        return metrics
+
+    monkeypatch.setattr(Updater, "update", slow)
+    config = OVERLAP.replace(checkpoint_every=0)
+    maker = Maker(lambda num_envs: Hanging([8] * num_envs))
+    # The envs never answer, so the listener may stop the run several times.
+    with StopSignals(is_waiting=lambda: True, stalled_seconds=0.05) as stop:
+        result = run(tmp_path / "run", config, maker, should_stop=stop.has_fired)
+    assert not result.is_finished
+    assert counters(tmp_path / "run") == (2, 32)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
