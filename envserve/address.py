@@ -81,8 +81,8 @@ def is_local_address(address: str) -> bool:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not (_PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
-            f"expected an address like 127.0.0.1:5555, tcp://127.0.0.1:5555 or "
-            f"ipc:///path; got {address!r}"
+            f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
+            f"got {address!r}"
         )
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback

@@ -215,9 +215,9 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
     ):
         _check_dtype(space, path)
         # Processes that share rows describe dtypes to each other without a byte order.
-        # Each call to `newbyteorder` would return a new object, but `EnvRow.step`
-        # compares dtypes by identity.
-        dtype = np.dtype(np.dtype(space.dtype).type)
+        # `EnvRow.step` compares dtypes by identity, so do not use `newbyteorder`, which
+        # always returns a new object.
+        dtype = np.result_type(np.dtype(space.dtype))
         yield Leaf(path, tuple(space.shape), dtype, space)
     elif kind and kind not in FIXED_SHAPE_KINDS:
         max_bytes = getattr(space, "max_bytes", None)

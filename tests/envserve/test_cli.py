@@ -223,8 +223,8 @@ def test_modules_in_a_folder_that_others_can_write_to_are_not_imported(
         (["--bind", "tcp://0.0.0.0:0"], 2, "is reachable from other hosts"),
         (["--bind", "tcp://[::]:0"], 2, "but no client has a key yet"),
         (["--bind", "udp://127.0.0.1:1"], 2, "--bind: expected an address like"),
-        (["--bind", "127.0.0.1:x"], 2, "--bind: expected an address like 127.0.0.1:5"),
-        (["--bind", "5555"], 2, "--bind: expected an address like 127.0.0.1:5555"),
+        (["--bind", "127.0.0.1:x"], 2, "--bind: expected an address like tcp://127"),
+        (["--bind", "5555"], 2, "--bind: expected an address like tcp://127"),
         (["--workers", "0"], 2, "--workers: expected an int >= 1; got '0'"),
         (["--worker-memory-mib", "9" * 14], 2, "expected an int <= 4294967296; got"),
         # The port would listen on all addresses.
