@@ -162,8 +162,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
     """
     if isinstance(frame, list) and frame:
         frame = frame[-1]
-    is_picture = isinstance(frame, np.ndarray) and frame.dtype == np.uint8
-    if not is_picture or frame.ndim < 2 or frame.shape[2:] not in ((), (3,), (4,)):
+    is_image = isinstance(frame, np.ndarray) and frame.dtype == np.uint8
+    if not is_image or frame.ndim < 2 or frame.shape[2:] not in ((), (3,), (4,)):
         return b""
     try:
         from PIL import Image

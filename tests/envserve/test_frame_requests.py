@@ -171,7 +171,7 @@ def step_until(
     while len(seen) < num_rows:
         for _ in range(20):
             batch.step(actions)
-        seen |= {picture.row: picture for picture in look()}
+        seen |= {frame.row: frame for frame in look()}
     return seen
 
 
@@ -187,14 +187,14 @@ def test_a_lease_is_observed_and_its_flight_record_replayed(
         seen = step_until(
             batch, lambda: observer.frames(lease, range(2), 120, PATIENCE), 2
         )
-        for picture in seen.values():
-            assert Image.open(io.BytesIO(picture.jpeg)).size == (120, 80)
-            assert picture.seed is not None
+        for frame in seen.values():
+            assert Image.open(io.BytesIO(frame.jpeg)).size == (120, 80)
+            assert frame.seed is not None
         serials = [seen[row].serial for row in range(2)]
         latest = observer.frames(
             lease, range(2), after=serials, timeout_seconds=PATIENCE
         )
-        known = [picture.serial for picture in latest]
+        known = [frame.serial for frame in latest]
         assert not {*known} & {*serials}
         record = observer.record(lease, 1, PATIENCE)
         with pytest.raises(
@@ -228,7 +228,7 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
     assert all(map(np.array_equal, watched, play(None)))
 
 
-def picture_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
+def frame_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
     """Step until row 0 has a new frame; return the frame and the steps' statuses."""
     statuses: list[Status] = []
     request = FrameRequest(lease=0, rows=(0,), after=(known,))
@@ -242,12 +242,12 @@ def test_frames_continue_after_a_watched_worker_is_killed(
     make_pool: PoolMaker,
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 1, 1)
-    before, _ = picture_of(pool)
+    before, _ = frame_of(pool)
     kill(pool.worker_pids[0])
-    after, statuses = picture_of(pool, known=before.serial)
+    after, statuses = frame_of(pool, known=before.serial)
     assert statuses.count(Status.WORKER_DIED) <= 1
     while after.seed == before.seed:
-        after, _ = picture_of(pool, known=after.serial)
+        after, _ = frame_of(pool, known=after.serial)
     assert after.jpeg
 
 
@@ -266,6 +266,6 @@ def test_a_render_that_never_returns_costs_two_episodes_and_no_wrong_row(
     pool = make_pool.and_reset(
         SCRIPT, 1, 1, env_kwargs=kwargs, step_timeout_seconds=timeout
     )
-    picture, statuses = picture_of(pool)
-    assert picture.text == "no image: render() crashed or hung 2 times"
+    frame, statuses = frame_of(pool)
+    assert frame.text == "no image: render() crashed or hung 2 times"
     assert [s for s in statuses if s is not Status.OK] == [status] * 2

@@ -88,9 +88,9 @@ class Studio:
             self.renderer.render_due_row()
 
     def see(self, row: int = 0) -> RenderedFrame:
-        picture = self.board.latest(row)
-        assert picture is not None
-        return picture
+        frame = self.board.latest(row)
+        assert frame is not None
+        return frame
 
 
 @pytest.fixture
@@ -123,10 +123,10 @@ def test_without_watchers_nothing_is_rendered(studio: Studio) -> None:
 def test_a_watched_row_has_a_frame(studio: Studio) -> None:
     studio.watch(1)
     studio.look()
-    picture = studio.see(1)
-    assert (picture.row, picture.text, picture.seed) == (1, "", None)
-    assert size_of(picture.jpeg) == (60, 40)
-    assert studio.board.latest(1, picture.serial) is None
+    frame = studio.see(1)
+    assert (frame.row, frame.text, frame.seed) == (1, "", None)
+    assert size_of(frame.jpeg) == (60, 40)
+    assert studio.board.latest(1, frame.serial) is None
     assert studio.board.latest(0) is None
     assert [env.asked for env in studio.envs] == [[], [1], []]
 
@@ -235,7 +235,7 @@ def test_frames_that_are_no_images_are_described(
     ],
     ids=["4K", "the last of a list", "grey", "with alpha", "tall"],
 )
-def test_pictures_of_all_sizes(frame: Any, width: int, size: Any) -> None:
+def test_images_of_all_sizes(frame: Any, width: int, size: Any) -> None:
     found = size_of(encode_jpeg(frame, width))
     assert found == size or found[1] == size[1] <= 2 * width
 
