@@ -246,7 +246,8 @@ def environment() -> dict[str, str]:
     as ENVSERVE_PORT or ENVSERVE_METRICS_PORT in all pods.
     """
     variables = dict(os.environ)
-    for key in os.environ:
+    # A cluster may have thousands of variables of services with other names.
+    for key in [key for key in os.environ if key.startswith("ENVSERVE")]:
         service = key.removesuffix("_SERVICE_HOST")
         if service != key:
             forms = rf"{re.escape(service)}_(SERVICE_(HOST|PORT.*)|PORT(_\d+_.*)?)"
