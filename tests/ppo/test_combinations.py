@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv, Status
 from ppo.algorithms.algorithm import Algorithm
-from ppo.algorithms.sac.replay import Replay
+from ppo.algorithms.sac.replay_buffer import ReplayBuffer
 from ppo.rollout import Rollout
 from ppo.run_folder.checkpoint import Counters
 from ppo.training_run import TrainingRun
@@ -31,10 +31,10 @@ class Store(Algorithm):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.replay = Replay(10_000)
+        self.replay_buffer = ReplayBuffer(10_000)
 
     def learn(self, rollout: Rollout, **_: Any) -> dict[str, float]:
-        self.replay.add(rollout)
+        self.replay_buffer.add(rollout)
         for variable in self.agent.trainable_variables:
             variable.assign(variable.value * 0.9 + 0.03)
         return {}
@@ -93,7 +93,7 @@ def test_rollouts_and_replay_buffer(
     assert statistics["observation_std_max"] == pytest.approx(deviation.max())
     assert statistics["observation_std_min"] == pytest.approx(deviation.min())
     assert isinstance(run.algorithm, Store)
-    check_replay(run.algorithm.replay, rollouts)
+    check_replay(run.algorithm.replay_buffer, rollouts)
 
 
 def rows_of(rollout: Rollout) -> np.ndarray:
@@ -150,7 +150,7 @@ def check_results(run: TrainingRun, rollout: Rollout, reward: np.ndarray) -> Non
     assert (rows_of(rollout)[1:][rollout.done][:, 1] == 0).all()
 
 
-def check_replay(replay: Replay, rollouts: list[Rollout]) -> None:
+def check_replay(replay: ReplayBuffer, rollouts: list[Rollout]) -> None:
     """Check that the replay buffer has the valid transitions of the rollouts."""
     known = {
         after.tobytes(): (before.tobytes(), action.tobytes(), np.float32(reward))

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from ppo.agent.normalize import ReturnScale, RunningMoments
-from ppo.algorithms.sac.replay import Replay
+from ppo.algorithms.sac.replay_buffer import ReplayBuffer
 from ppo.evaluation.evaluate import Evaluation
 from ppo.rollout import EpisodeTracker
 from tests.ppo.runs import rollout_of
@@ -85,7 +85,7 @@ def test_very_large_rewards_cause_no_numpy_warnings() -> None:
     ReturnScale(num_envs=1, discount=1.0).update(reward, done, rollout.valid)
     (episode,) = EpisodeTracker(1).add(rollout)
     assert episode.total_reward == np.inf
-    replay = Replay(4)
+    replay = ReplayBuffer(4)
     replay.add(rollout)  # float32
     assert replay.sample((1, 1), (1, 2))["reward"] == np.inf
     assert Evaluation(np.array([1e200, -1e200]), np.ones(2)).std_return == np.inf

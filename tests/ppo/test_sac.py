@@ -10,7 +10,7 @@ import tensorflow as tf
 from gymnasium import spaces
 
 from ppo.agent.actions.distributions import SquashedGaussian
-from ppo.algorithms.sac.replay import Replay
+from ppo.algorithms.sac.replay_buffer import ReplayBuffer
 from ppo.algorithms.sac.sac import SAC
 from ppo.config import Config
 from ppo.errors import CheckpointError, ConfigError, UnsupportedSpaceError
@@ -43,7 +43,7 @@ def test_replay_stores_valid_transitions_and_final_observations() -> None:
         truncated=done,
         valid=np.array([[True], [True], [False], [True]]),
     )
-    replay = Replay(capacity=4)
+    replay = ReplayBuffer(capacity=4)
     replay.add(rollout)
     assert replay.size == 3
     rows = replay.sample((20, 8), (1, 2))
@@ -64,7 +64,7 @@ def test_replay_that_does_not_fit_into_memory_is_an_error_with_a_size_that_does(
     None
 ):
     with pytest.raises(ConfigError, match=r"replay_size: .* GiB .* set replay_size="):
-        Replay(10**12).add(rollout_of(1))
+        ReplayBuffer(10**12).add(rollout_of(1))
 
 
 @pytest.mark.parametrize(("terminated", "expected"), [(True, 1.0), (False, 2.0)])
@@ -116,10 +116,12 @@ def test_updates_equal_their_recomputation(
             folded = tf.random.experimental.stateless_fold_in(seed, step)
             return tf.random.stateless_normal([2, 8, 2], folded).numpy()
 
-        samples = np.random.default_rng(seed).integers(sac.replay.size, size=(4, 8))
+        samples = np.random.default_rng(seed).integers(
+            sac.replay_buffer.size, size=(4, 8)
+        )
         means = reference.learn(samples, noise_of)
         np.testing.assert_allclose([*metrics.values()], means, rtol=1e-4, atol=1e-5)
-    assert sac.replay.size == 20
+    assert sac.replay_buffer.size == 20
     for network, expected in zip(networks, reference.networks, strict=True):
         for weights, array in zip(network.get_weights(), expected, strict=True):
             np.testing.assert_allclose(weights, array, rtol=1e-3, atol=1e-4)
@@ -171,7 +173,7 @@ def test_random_steps_that_prevent_all_training_are_an_error(
         SAC.check(CONFIG.replace(random_steps=33).replace(**limit))
 
 
-def add_rewards(replay: Replay, first: int, end: int) -> None:
+def add_rewards(replay: ReplayBuffer, first: int, end: int) -> None:
     """Add transitions with the rewards `first` to `end - 1`."""
     reward = np.arange(first, end, dtype=float)[:, None]
     observation = np.arange(first, end + 1.0)[:, None, None]
@@ -182,7 +184,7 @@ def add_rewards(replay: Replay, first: int, end: int) -> None:
     )
 
 
-def rewards_in(replay: Replay) -> set[float]:
+def rewards_in(replay: ReplayBuffer) -> set[float]:
     """Return the rewards in a buffer, after checking that each row is consistent."""
     rows = replay.sample((50, 10), (1, 2))
     observation = np.tile(rows["reward"][..., None], (1, 1, 2))
@@ -198,7 +200,7 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
     checkpoint."""
     for capacity in (5, 16, 200):
         folder = tmp_path / str(capacity)
-        replay, steps, checkpoint = Replay(capacity), 0, 0
+        replay, steps, checkpoint = ReplayBuffer(capacity), 0, 0
         for _ in range(60):
             action = random_generator.integers(5)
             if action == 0:
@@ -207,7 +209,7 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
             elif action == 1:
                 if is_saved := random_generator.random() < 0.5:
                     replay.save(folder)
-                replay, steps = Replay(capacity), checkpoint
+                replay, steps = ReplayBuffer(capacity), checkpoint
                 replay.load(folder, steps)
                 assert replay.size == min(steps, capacity), is_saved
             else:
@@ -218,7 +220,7 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
                 assert rewards_in(replay) <= set(expected)
                 assert replay.size == len(expected)
         replay.save(folder)
-        loaded = Replay(capacity)
+        loaded = ReplayBuffer(capacity)
         loaded.load(folder, steps)
         add_rewards(loaded, steps, steps + 1)
         assert loaded.size == min(steps + 1, capacity)
@@ -230,7 +232,7 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
 def test_a_saved_file_and_its_name_are_flushed_to_disk(
     tmp_path: Path, flushed_inodes: list[int]
 ) -> None:
-    replay = Replay(100)
+    replay = ReplayBuffer(100)
     add_rewards(replay, 0, 10)
     replay.save(tmp_path)
     (path,) = tmp_path.iterdir()
@@ -240,26 +242,26 @@ def test_a_saved_file_and_its_name_are_flushed_to_disk(
 def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replay = Replay(100)
+    replay = ReplayBuffer(100)
     for first in (0, 10, 20, 30):
         add_rewards(replay, first, first + 10)
         replay.save(tmp_path)
     (tmp_path / "000000000010-000000000020.npz").unlink()
-    loaded = Replay(100)
+    loaded = ReplayBuffer(100)
     loaded.load(tmp_path, 40)
     assert "expected the last 40 transitions of the run, found 20" in caplog.text
     add_rewards(loaded, 40, 41)
     assert rewards_in(loaded) == set(range(20, 41))
     (tmp_path / "000000000030-000000000040.npz").unlink()
-    older = Replay(100)
+    older = ReplayBuffer(100)
     older.load(tmp_path, 40)
     add_rewards(older, 40, 50)
     older.save(tmp_path)
-    loaded = Replay(100)
+    loaded = ReplayBuffer(100)
     loaded.load(tmp_path, 50)
     add_rewards(loaded, 50, 51)
     assert rewards_in(loaded) == {*range(20, 30), *range(40, 51)}
-    smaller = Replay(15)
+    smaller = ReplayBuffer(15)
     smaller.load(tmp_path, 50)
     add_rewards(smaller, 50, 51)
     assert rewards_in(smaller) == {*range(26, 30), *range(40, 51)}
@@ -269,7 +271,7 @@ def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
 def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
     tmp_path: Path, damage: str
 ) -> None:
-    replay = Replay(100)
+    replay = ReplayBuffer(100)
     add_rewards(replay, 0, 50)
     replay.save(tmp_path)
     path = tmp_path / "000000000000-000000000050.npz"
@@ -285,14 +287,14 @@ def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
         cut = {"cut": content[:-600], "empty": b"", "text": b"transitions"}[damage]
         path.write_bytes(cut)
     with pytest.raises(CheckpointError, match=r"050\.npz: cannot read .* Remove "):
-        Replay(100).load(tmp_path, 50)
+        ReplayBuffer(100).load(tmp_path, 50)
 
 
 def test_saved_transitions_of_other_observations_are_an_error(tmp_path: Path) -> None:
-    replay = Replay(100)
+    replay = ReplayBuffer(100)
     add_rewards(replay, 0, 50)
     replay.save(tmp_path)
-    loaded = Replay(100)
+    loaded = ReplayBuffer(100)
     loaded.load(tmp_path, 50)
     with pytest.raises(CheckpointError, match=r"expected transitions .* got .*\(3,\)"):
         loaded.add(

@@ -19,7 +19,7 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.agent.networks.perceptrons import flatten_observation, mlp
 from ppo.algorithms.algorithm import Algorithm
-from ppo.algorithms.sac.replay import Replay
+from ppo.algorithms.sac.replay_buffer import ReplayBuffer
 from ppo.config.config import Config
 from ppo.config.sac import SACSettings
 from ppo.errors import ConfigError, DivergedError
@@ -40,7 +40,7 @@ class SAC(Algorithm):
     """Soft actor-critic.
 
     Attributes:
-        replay: The replay buffer, which is saved in separate files.
+        replay_buffer: The replay buffer, which is saved in separate files.
     """
 
     settings_type = SACSettings
@@ -51,7 +51,9 @@ class SAC(Algorithm):
     ) -> None:
         super().__init__(agent, config, learners)
         num_actions = agent.actions.noise_size
-        self.replay = Replay(min(self.settings.replay_size, config.total_steps))
+        self.replay_buffer = ReplayBuffer(
+            min(self.settings.replay_size, config.total_steps)
+        )
         updates = self.settings.updates_per_step * config.steps_per_iteration
         self._num_updates = max(1, round(updates))
         self._target_entropy = self.settings.target_entropy * num_actions
@@ -134,11 +136,13 @@ class SAC(Algorithm):
         Raises:
             DivergedError: A loss is not finite; the parameters are now unusable.
         """
-        self.replay.add(rollout)
-        if self.replay.size < self.settings.random_steps:
+        self.replay_buffer.add(rollout)
+        if self.replay_buffer.size < self.settings.random_steps:
             return {}
         shape = self._num_updates, self.settings.batch_size
-        batches = tf.nest.map_structure(tf.constant, self.replay.sample(shape, seed))
+        batches = tf.nest.map_structure(
+            tf.constant, self.replay_buffer.sample(shape, seed)
+        )
         means = self._compiled(batches, tf.constant(seed, tf.int32)).numpy()
         if not np.isfinite(means).all():
             raise DivergedError(
@@ -149,16 +153,18 @@ class SAC(Algorithm):
 
     def statistics(self) -> dict[str, float]:
         """Return metrics of the observation normalisation and the replay buffer."""
-        return super().statistics() | {"replay_transitions": float(self.replay.size)}
+        return super().statistics() | {
+            "replay_transitions": float(self.replay_buffer.size)
+        }
 
     def save_data(self, folder: Path) -> None:
         """Save the new transitions of the replay buffer, if `save_replay` is set."""
         if self.settings.save_replay:
-            self.replay.save(folder)
+            self.replay_buffer.save(folder)
 
     def load_data(self, folder: Path, steps: int) -> None:
         """Fill the replay buffer with the saved transitions."""
-        self.replay.load(folder, steps)
+        self.replay_buffer.load(folder, steps)
 
     def _update(self, batches: dict[str, Any], seed: tf.Tensor) -> tf.Tensor:
         """Take one gradient step per batch; return the mean of each of `METRICS`."""

@@ -23,7 +23,7 @@ from ppo.rollout import Rollout
 _LOGGER = logging.getLogger("envserve")
 
 
-class Replay:
+class ReplayBuffer:
     """Ring buffer of transitions.
 
     The arrays are allocated when the first rollout is added. They take up physical
