@@ -189,7 +189,7 @@ class ServerError(EnvserveError, RuntimeError):
 
 
 class ConnectError(ServerError, ConnectionError):
-    """The connection failed: no server answered in time, or its key is unknown."""
+    """The connection failed: no server replied in time, or its key is unknown."""
 
 
 class AddressError(ConnectError, ValueError):
@@ -211,7 +211,7 @@ class EnvsBusy(ServerError):
       holder: Name of the client that has leased the most envs, such as "host:pid";
         "others" if the client belongs to another user; empty if no env is leased.
       held_seconds: Seconds for which the holder had leased its envs when the server
-        answered; 0 for "others".
+        replied; 0 for "others".
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A lane provides the rows of some envs: a `Pool` in this process, or a `RemoteLane` to a
 server. Its rows are divided into blocks. A block is a contiguous range of rows that one
-worker steps together. Operations, answers, sequence numbers and losses apply to whole
+worker steps together. Operations, replies, sequence numbers and losses apply to whole
 blocks. At most one operation (step, reset or call) runs on a block at a time.
 """
 
@@ -216,7 +216,7 @@ class Outcome(NamedTuple):
         have one.
       faults: Faults of this operation; for a `Call`, one per row without a value.
       result: For a `Call`, the encoded list of the values of the first rows, as many as
-        fit into one answer. The other rows were not called.
+        fit into one reply. The other rows were not called.
       error: Error if the whole operation failed; otherwise None.
       warnings: Warnings about the envs, each reported once and logged by their host.
       packed_infos: The infos in the worker's encoding, so that a server can forward

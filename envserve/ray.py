@@ -225,7 +225,7 @@ def addresses(namespace: str, name: str) -> list[str]:
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:
-        raise AddressError("Ray did not answer within 60 s; see `ray status`") from None
+        raise AddressError("Ray did not reply within 60 s; see `ray status`") from None
     if found.returncode:
         raise AddressError(last_line(found.stdout or found.stderr))
     return found.stdout.split()
@@ -239,7 +239,7 @@ def _find(namespace: str, name: str) -> list[str]:
             requests.append(ray.get_actor(**actor).address.remote())
     num = len(requests)
     ready = []
-    if requests:  # do not wait long: the actor of a failed node never answers
+    if requests:  # do not wait long: the actor of a failed node never replies
         ready = ray.wait(requests, num_returns=num, timeout=1)[0]
         ready = ready or ray.wait(requests, num_returns=1, timeout=4)[0]
     for request in ready:

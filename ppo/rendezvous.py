@@ -3,8 +3,8 @@
 TensorFlow holds Python's interpreter lock while it waits for other learners, so no
 signal and no thread could end the wait. Therefore, learners first connect over plain
 TCP: the chief listens on its address, every other learner sends one line of JSON with
-its index and its list of addresses, and the chief answers each of them with a line once
-all learners have connected. TensorFlow then listens on the same ports.
+its index and its list of addresses, and the chief replies to each of them with a line
+once all learners have connected. TensorFlow then listens on the same ports.
 """
 
 import contextlib

@@ -122,17 +122,17 @@ class _Peer:
             self._socket.send_multipart(self._pack(kind, body))
             with contextlib.suppress(zmq.Again):
                 while True:
-                    answer = decode(self._socket.recv_multipart())
-                    if answer.type is not MessageType.BUILDING:
-                        return answer
+                    reply = decode(self._socket.recv_multipart())
+                    if reply.type is not MessageType.BUILDING:
+                        return reply
 
     def attach(self, env_name: str, num_envs: int) -> bool:
         """Request envs in a new session; return whether they were granted."""
         self._session += 1
         body = Attach(env_name=env_name, num_envs=num_envs, seed=1).encode()
-        answer = self.request(MessageType.ATTACH, body)
-        self.epoch = answer.epoch
-        return answer.type is MessageType.GRANTED
+        reply = self.request(MessageType.ATTACH, body)
+        self.epoch = reply.epoch
+        return reply.type is MessageType.GRANTED
 
     def record_request(self) -> tuple[MessageType, bytes]:
         """Attach and reset envs; return a FRAME request for one env's flight record.
@@ -149,7 +149,7 @@ class _Peer:
         return MessageType.FRAME, body
 
     def send_many(self, kind: str) -> None:
-        """Send up to 32 messages without blocking, and read all answers."""
+        """Send up to 32 messages without blocking, and read all replies."""
         with contextlib.suppress(zmq.Again):
             for _ in range(32):
                 frames: Sequence[Buffer] = (

@@ -4,8 +4,8 @@
     python scripts/fuzz_server.py --insecure            a million messages, without keys
     python scripts/fuzz_server.py --messages 50000      some minutes
 
-Another client steps at the same time. Exits with 1 if an answer is not a valid message
-of a server, if fewer than 3 % of the answers are results, if the server fails or its
+Another client steps at the same time. Exits with 1 if a reply is not a valid message
+of a server, if fewer than 3 % of the replies are results, if the server fails or its
 memory grows, or if a row of the other client is wrong.
 """
 
@@ -58,12 +58,12 @@ _TIMEOUT_SECONDS: Final = 150.0
 
 
 class FuzzingClient:
-    """A client that keeps a session usable, and validates and counts all answers.
+    """A client that keeps a session usable, and validates and counts all replies.
 
     Attributes:
-      answers: Maps message types to the number of answers of that type.
+      replies: Maps message types to the number of replies of that type.
       num_sent: Number of malformed messages.
-      num_valid_results: Number of answers to valid steps and resets.
+      num_valid_results: Number of replies to valid steps and resets.
       num_leases: Number of leases requested, because malformed messages end leases.
     """
 
@@ -75,7 +75,7 @@ class FuzzingClient:
         if not is_insecure:
             use_user_keys(self._socket, address)
         self._socket.connect(address)
-        self.answers: Counter[str] = Counter()
+        self.replies: Counter[str] = Counter()
         self.num_sent = self.num_valid_results = self.num_leases = 0
         self.boot = self.epoch = 0
         self.session = 0x2345_6789_ABCD_0000
@@ -83,8 +83,8 @@ class FuzzingClient:
         self._seqs = [0] * NUM_BLOCKS
         self._has_lease = False
         self._last_step: Message | None = None
-        answer = self._ask(MessageType.HELLO, body=Hello().encode())
-        self.boot = answer.boot
+        reply = self._ask(MessageType.HELLO, body=Hello().encode())
+        self.boot = reply.boot
 
     def send_malformed(self, frames: Sequence[Buffer]) -> None:
         self._socket.send_multipart(frames)
@@ -102,7 +102,7 @@ class FuzzingClient:
             self._last_step = replace(self._last_step, attempt=attempt)
         messages = [
             *[step] * 3,
-            *[self._last_step or step] * 3,  # copies, which get the same answer
+            *[self._last_step or step] * 3,  # copies, which get the same reply
             self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
             self._message(MessageType.RESET, self._next(), reset),
             self._message(MessageType.CALL, self._next()[:1], call),
@@ -117,17 +117,17 @@ class FuzzingClient:
         if not self._has_lease:
             self._attach()
         self._last_step = self._message(MessageType.STEP, self._next(), ACTIONS)
-        answer = self._request(self._last_step)
-        self.num_valid_results += answer.type is MessageType.RESULT
+        reply = self._request(self._last_step)
+        self.num_valid_results += reply.type is MessageType.RESULT
 
     def _is_idle(self) -> bool:
         """Return whether no operation of the lease is in progress."""
         if not self._has_lease:
             return True
-        answer = self._ask(MessageType.PING)
+        reply = self._ask(MessageType.PING)
         # A malformed message may have ended the session.
-        self._has_lease = answer.type is MessageType.PONG
-        return not (self._has_lease and Pong.decode(answer.body).running)
+        self._has_lease = reply.type is MessageType.PONG
+        return not (self._has_lease and Pong.decode(reply.body).running)
 
     def _attach(self) -> None:
         self.session += 1
@@ -136,14 +136,14 @@ class FuzzingClient:
         self.epoch = 0
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while True:
-            answer = self._ask(MessageType.ATTACH, body=body)
-            if answer.type is MessageType.GRANTED:
+            reply = self._ask(MessageType.ATTACH, body=body)
+            if reply.type is MessageType.GRANTED:
                 break
-            assert time.monotonic() < deadline, answer
-        self.epoch, self._seqs, self._has_lease = answer.epoch, [0] * NUM_BLOCKS, True
+            assert time.monotonic() < deadline, reply
+        self.epoch, self._seqs, self._has_lease = reply.epoch, [0] * NUM_BLOCKS, True
         reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
-        answer = self._ask(MessageType.RESET, self._next(), reset)
-        self.num_valid_results += answer.type is MessageType.RESULT
+        reply = self._ask(MessageType.RESET, self._next(), reset)
+        self.num_valid_results += reply.type is MessageType.RESULT
 
     def _next(self) -> tuple[tuple[int, int], ...]:
         return tuple((block, seq + 1) for block, seq in enumerate(self._seqs))
@@ -165,36 +165,36 @@ class FuzzingClient:
         return self._request(self._message(kind, entries, body))
 
     def _request(self, message: Message) -> Message:
-        """Send a valid message, and return the final answer to it."""
+        """Send a valid message, and return the final reply to it."""
         self._socket.send_multipart(encode(message))
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             if self._socket.poll(1000):
-                answer = self._read()
-                is_final = answer.type is not MessageType.BUILDING
-                if answer.request == message.request and is_final:
-                    return answer
-        raise AssertionError(f"expected an answer to {message!r}; got none")
+                reply = self._read()
+                is_final = reply.type is not MessageType.BUILDING
+                if reply.request == message.request and is_final:
+                    return reply
+        raise AssertionError(f"expected a reply to {message!r}; got none")
 
     def _read(self) -> Message:
-        """Receive an answer, and check that it is valid."""
-        answer = decode(self._socket.recv_multipart())
-        kind = answer.type
-        assert isinstance(kind, MessageType), f"unknown type: {answer!r}"
-        assert kind >= MessageType.WELCOME, f"type of a client: {answer!r}"
-        self.answers[kind.name] += 1
-        is_current = (answer.session, answer.epoch) == (self.session, self.epoch)
+        """Receive a reply, and check that it is valid."""
+        reply = decode(self._socket.recv_multipart())
+        kind = reply.type
+        assert isinstance(kind, MessageType), f"unknown type: {reply!r}"
+        assert kind >= MessageType.WELCOME, f"type of a client: {reply!r}"
+        self.replies[kind.name] += 1
+        is_current = (reply.session, reply.epoch) == (self.session, self.epoch)
         if kind is MessageType.ERROR:
-            error = ErrorBody.decode(answer.body)
-            self.answers[f"ERROR {error.code.name}"] += 1
+            error = ErrorBody.decode(reply.body)
+            self.replies[f"ERROR {error.code.name}"] += 1
         elif kind is MessageType.WELCOME:
-            Welcome.decode(answer.body)
+            Welcome.decode(reply.body)
         elif kind in (MessageType.RESULT, MessageType.CALL_RESULT):
-            if answer.report:
-                ResultReport.decode(answer.report)
-            for block, seq in answer.entries if is_current else ():
+            if reply.report:
+                ResultReport.decode(reply.report)
+            for block, seq in reply.entries if is_current else ():
                 self._seqs[block] = max(self._seqs[block], seq)
-        return answer
+        return reply
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -248,13 +248,13 @@ def main(
         log = server.end(signal.SIGTERM)
     print(f"{client.num_sent:,} malformed messages in {seconds:.0f} s", flush=True)
     print(f"{client.num_leases:,} leases; other client: {len(other.seconds):,} steps")
-    for name, count in client.answers.most_common():
+    for name, count in client.replies.most_common():
         print(f"{name:24} {count:9,}")
-    num_answers = sum(n for name, n in client.answers.items() if " " not in name)
-    num_results = client.answers[MessageType.RESULT.name]
-    goals.at_least("results / answers", num_results / num_answers, MIN_RESULTS)
+    num_replies = sum(n for name, n in client.replies.items() if " " not in name)
+    num_results = client.replies[MessageType.RESULT.name]
+    goals.at_least("results / replies", num_results / num_replies, MIN_RESULTS)
     num_malformed = num_results - client.num_valid_results
-    print(f"results of malformed messages: {num_malformed / num_answers:.1%}")
+    print(f"results of malformed messages: {num_malformed / num_replies:.1%}")
     goals.at_most("growth of the server (MiB)", growth, MAX_GROWTH_MIB)
     goals.at_most("tracebacks in the server's log", log.count("Traceback"), 0)
     sys.exit(goals.report())

@@ -113,7 +113,7 @@ class ImageEnv(_ConstantEnv):
 
 
 class RequestEnv(gymnasium.Env[Array, Array]):
-    """Env that echoes a number from the action, to check which action a step answers.
+    """Env that echoes a number from the action, to match results to actions.
 
     The action is int64 `[2]`: the number, and the duration of the step in microseconds.
     The observation is int64 `[2]`: the number, and the number of steps since the reset.

@@ -1,6 +1,6 @@
 """`straggler`: the cost of one slow env if rows are received as soon as they are ready.
 
-Each reply contains the number of the request that it answers, so that the benchmark can
+Each reply contains the number of its request, so that the benchmark can
 check that no reply is lost or reaches another row.
 """
 

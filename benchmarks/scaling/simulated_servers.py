@@ -1,7 +1,7 @@
 """Simulated servers: many in one process, each with its own socket.
 
 Simulated servers use real sessions and messages, but have no workers or envs. Their
-rows never change, and they answer a step after the time that envs would take.
+rows never change, and they reply to a step after the time that envs would take.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SimulatedServer:
             now = time.monotonic()
             self._execute(self._protocol.receive((route, _USER), frames, now), now)
 
-    def answer(self, now: float) -> None:
+    def reply(self, now: float) -> None:
         """Complete the operations that are due."""
         while self.due and self.due[0][0] <= now:
             _, session, outcomes = self.due.pop(0)
@@ -120,7 +120,7 @@ class SimulatedServer:
                 self.socket.send_multipart([decision.peer[0], *decision.frames])
             elif isinstance(decision, ReplyWelcome):
                 body = self._protocol.leases.welcome_for(_USER).encode()
-                self._execute(self._protocol.answer(decision.request, body), now)
+                self._execute(self._protocol.reply(decision.request, body), now)
             if not isinstance(decision, PoolDecision):
                 continue
             session = decision.session
@@ -191,4 +191,4 @@ def _serve(
             time.sleep(next_due - now)
         for server in servers:
             if server.due:
-                server.answer(time.monotonic())
+                server.reply(time.monotonic())

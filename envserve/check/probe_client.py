@@ -1,6 +1,6 @@
 """A client that can break any rule of the protocol, to test how a server reacts.
 
-Its methods raise RemoteProtocolError if an answer of the server violates the protocol.
+Its methods raise RemoteProtocolError if a reply of the server violates the protocol.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec
 
-_ANSWER_SECONDS: Final = 5.0
-#: Maximum time to wait for an answer while PONG lists the operation as running, or
+_REPLY_SECONDS: Final = 5.0
+#: Maximum time to wait for a reply while PONG lists the operation as running, or
 #: while the server sends other messages.
 _MAX_WAIT_SECONDS: Final = 60.0
-#: Time to wait for further messages after the answer that should be the last one.
+#: Time to wait for further messages after the reply that should be the last one.
 _LAST_WAIT_SECONDS: Final = 0.05
 #: Maximum number of resends of an ATTACH, one per second, while the server builds envs.
 _MAX_ATTACH_RESENDS: Final = 60
@@ -72,7 +72,7 @@ class SocketLink:
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Send the frames of a message."""
-        self._connection.wait(_ANSWER_SECONDS, for_writing=True)
+        self._connection.wait(_REPLY_SECONDS, for_writing=True)
         expect(self._connection.send([*frames]), "a connection", "none")
 
     def receive(self, seconds: float) -> Sequence[Buffer] | None:
@@ -90,8 +90,8 @@ class ServerUnderTest:
         """Send HELLO; if `env_name` is empty, choose the first env that is offered."""
         self.open_link, self.boot = open_link, 0
         self._clients: list[ProbeClient] = []
-        answer = self.client().hello()
-        self.boot, self.welcome = answer.boot, Welcome.decode(answer.body)
+        reply = self.client().hello()
+        self.boot, self.welcome = reply.boot, Welcome.decode(reply.body)
         expect(env_name or self.welcome.env_names, "an env on offer", "none")
         self.env_name = env_name or self.welcome.env_names[0]
 
@@ -152,19 +152,17 @@ class ProbeClient:
         return Message(kind, body=body, **ids | changes)
 
     def send(self, *messages: Message) -> None:
-        """Send messages without waiting for answers."""
+        """Send messages without waiting for replies."""
         self._sent_at = time.monotonic()
         for message in messages:
             self.link.send(encode(message))
 
-    def receive(self, seconds: float = _ANSWER_SECONDS) -> Message | None:
+    def receive(self, seconds: float = _REPLY_SECONDS) -> Message | None:
         """Return the next message; None if none arrives in time."""
         if (frames := self.link.receive(seconds)) is None:
             return None
         waited = time.monotonic() - self._sent_at
-        expect(
-            waited < _MAX_WAIT_SECONDS, "an answer", f"only others for {waited:.0f} s"
-        )
+        expect(waited < _MAX_WAIT_SECONDS, "a reply", f"only others for {waited:.0f} s")
         message = decode(frames)
         expect(message.type >= 128, "a type from 128 on", message.type)
         is_same = message.session == self.session
@@ -172,8 +170,8 @@ class ProbeClient:
         expect(message.boot, "a boot id", message.boot)
         return message
 
-    def answer(self, *copies: Message) -> Message:
-        """Return the answer to a message that was sent once or several times.
+    def reply(self, *copies: Message) -> Message:
+        """Return the reply to a message that was sent once or several times.
 
         If the message is an operation, the timeout is extended while PONG lists one of
         its blocks as running.
@@ -183,29 +181,29 @@ class ProbeClient:
         """
         first, num_silent, num_waits = copies[0], 0, 0
         name = getattr(first.type, "name", first.type)
-        while num_silent < _ANSWER_SECONDS and num_waits < _MAX_WAIT_SECONDS:
-            if (answer := self.receive(1.0)) is None:
+        while num_silent < _REPLY_SECONDS and num_waits < _MAX_WAIT_SECONDS:
+            if (reply := self.receive(1.0)) is None:
                 num_silent, num_waits = num_silent + 1, num_waits + 1
                 if first.entries:
                     self.send(self.message(MessageType.PING))
-            elif answer.request == first.request:
+            elif reply.request == first.request:
                 sent = [copy.attempt for copy in copies]
-                expect(answer.attempt in sent, f"attempt {sent}", answer.attempt)
-                return answer
-            elif answer.type is MessageType.PONG and answer.request > first.request:
-                running, num_silent = Pong.decode(answer.body).running, 0
+                expect(reply.attempt in sent, f"attempt {sent}", reply.attempt)
+                return reply
+            elif reply.type is MessageType.PONG and reply.request > first.request:
+                running, num_silent = Pong.decode(reply.body).running, 0
                 is_running = any(block in running for block, _ in first.entries)
-                text = f"an answer to {name}, or one of its blocks in PONG"
+                text = f"a reply to {name}, or one of its blocks in PONG"
                 expect(is_running, text, f"PONG with running {running}")
-        raise RemoteProtocolError(f"expected an answer to {name}; got none")
+        raise RemoteProtocolError(f"expected a reply to {name}; got none")
 
     def request(self, message: Message, *kinds: MessageType) -> Message:
-        """Send a message; return its answer, which must have one of these types."""
+        """Send a message; return its reply, which must have one of these types."""
         self.send(message)
-        answer = self.answer(message)
+        reply = self.reply(message)
         names = " or ".join(kind.name for kind in kinds)
-        expect(not kinds or answer.type in kinds, names, describe(answer))
-        return answer
+        expect(not kinds or reply.type in kinds, names, describe(reply))
+        return reply
 
     def expect_error(
         self, message: Message, *codes: ErrorCode, sent: Sequence[Buffer] = ()
@@ -218,13 +216,11 @@ class ProbeClient:
           sent: Frames to send instead of the encoded message, if not empty.
         """
         self.link.send(sent or encode(message))
-        answer, names = self.answer(message), " or ".join(code.name for code in codes)
-        expect(answer.type is MessageType.ERROR, f"ERROR {names}", describe(answer))
-        expect(
-            answer.version == message.version, "the request's version", answer.version
-        )
-        body = ErrorBody.decode(answer.body)
-        expect(body.code in codes, f"ERROR {names}", describe(answer))
+        reply, names = self.reply(message), " or ".join(code.name for code in codes)
+        expect(reply.type is MessageType.ERROR, f"ERROR {names}", describe(reply))
+        expect(reply.version == message.version, "the request's version", reply.version)
+        body = ErrorBody.decode(reply.body)
+        expect(body.code in codes, f"ERROR {names}", describe(reply))
         may_have_run = message.attempt or body.code is ErrorCode.LEASE_LOST
         expect(may_have_run or not body.executed, "executed 0", body.executed)
 
@@ -236,17 +232,17 @@ class ProbeClient:
     def receive_all(self) -> list[Message]:
         """Return all messages that the server sends in response to earlier messages.
 
-        The server reads messages in order. Therefore, once it answers the HELLO that
+        The server reads messages in order. Therefore, once it replies to the HELLO that
         this method sends, it has read all earlier messages.
         """
         hello = self.message(MessageType.HELLO, _HELLO)
         self.send(hello)
-        received, seconds = [], _ANSWER_SECONDS
+        received, seconds = [], _REPLY_SECONDS
         while (message := self.receive(seconds)) is not None:
             received.append(message)
             if message.request == hello.request:
                 seconds = _LAST_WAIT_SECONDS
-        expect(seconds == _LAST_WAIT_SECONDS, "an answer to HELLO", "none")
+        expect(seconds == _LAST_WAIT_SECONDS, "a reply to HELLO", "none")
         return [message for message in received if message.request != hello.request]
 
     # Envs.
@@ -271,16 +267,16 @@ class ProbeClient:
 
     def grant(self, attach: Message) -> bytes:
         """Send ATTACH repeatedly until it is granted; return the body of GRANTED."""
-        answer: Message | None = self.request(attach)
-        while answer is None or answer.type is MessageType.BUILDING:
+        reply: Message | None = self.request(attach)
+        while reply is None or reply.type is MessageType.BUILDING:
             expect(attach.attempt < _MAX_ATTACH_RESENDS, "GRANTED", "BUILDING only")
-            if (answer := self.receive(1.0)) is None:
+            if (reply := self.receive(1.0)) is None:
                 attach.attempt += 1
                 self.send(attach)
-        if (text := describe(answer)).startswith("ERROR REFUSED: "):
+        if (text := describe(reply)).startswith("ERROR REFUSED: "):
             raise SkipRule(text)
-        expect(answer.type is MessageType.GRANTED, "GRANTED", text)
-        return answer.body
+        expect(reply.type is MessageType.GRANTED, "GRANTED", text)
+        return reply.body
 
     def operation(self, kind: int, blocks: Sequence[int], body: bytes = b"") -> Message:
         """Return a STEP, RESET or CALL with the next seq of each block."""
@@ -294,23 +290,23 @@ class ProbeClient:
             self.seqs[block] = seq
         self.num_steps += message.type is MessageType.STEP
         self.last = message
-        return self.read(self.answer(message, *copies))
+        return self.read(self.reply(message, *copies))
 
-    def read(self, answer: Message) -> ProbeResult:
+    def read(self, reply: Message) -> ProbeResult:
         """Check the RESULT of the last operation, and return its bytes and rows."""
-        expect(answer.type is MessageType.RESULT, "RESULT", describe(answer))
+        expect(reply.type is MessageType.RESULT, "RESULT", describe(reply))
         expect(
-            answer.entries == self.last.entries, "the request's entries", answer.entries
+            reply.entries == self.last.entries, "the request's entries", reply.entries
         )
-        expect(answer.epoch == self.epoch, f"epoch {self.epoch}", answer.epoch)
-        blocks = tuple(block for block, _ in answer.entries)
-        self._parts[blocks].unpack_results(answer.body, answer.payload)
-        report, rows = ResultReport.decode(answer.report), self._rows
+        expect(reply.epoch == self.epoch, f"epoch {self.epoch}", reply.epoch)
+        blocks = tuple(block for block, _ in reply.entries)
+        self._parts[blocks].unpack_results(reply.body, reply.payload)
+        report, rows = ResultReport.decode(reply.report), self._rows
         expect(not report.errors, "no errors", report.errors)
         faults = sorted(fault.env_index for fault in report.faults)
         invalid = np.flatnonzero(rows.status).tolist()
         expect(faults == invalid, f"faults of the invalid rows {invalid}", faults)
-        raw = answer.body + bytes(answer.payload)
+        raw = reply.body + bytes(reply.payload)
         return ProbeResult(raw, rows.at(np.arange(len(rows.reward))))
 
     def reset(self, resets: Mapping[int, Any]) -> ProbeResult:

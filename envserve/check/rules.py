@@ -75,7 +75,7 @@ def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
     """Check all rules and yield one result per rule; release all leases.
 
     Raises:
-      RemoteProtocolError: The server does not answer HELLO with WELCOME.
+      RemoteProtocolError: The server does not reply to HELLO with WELCOME.
     """
     for result, (function, with_lease) in RULES.items():
         client = subject.client()
@@ -101,7 +101,7 @@ def check(subject: ServerUnderTest) -> Iterator[CheckResult]:
 
 @rule("WELCOME")
 def welcome(c: ProbeClient) -> None:
-    """Answer HELLO with a consistent WELCOME."""
+    """Reply to HELLO with a consistent WELCOME."""
     body = c.subject.welcome
     expect(body.min_version <= 2 <= body.max_version, "version 2", body)
     expect(body.free_envs <= body.total_envs, "free_envs <= total_envs", body)
@@ -112,7 +112,7 @@ def welcome(c: ProbeClient) -> None:
 
 @rule("WELCOME")
 def versions(c: ProbeClient) -> None:
-    """Answer HELLO for other versions with VERSION_MISMATCH in the HELLO's version."""
+    """Reply to other versions with VERSION_MISMATCH, in the version of the HELLO."""
     body = Hello(min_version=200, max_version=201).encode()
     for version in (2, 200):
         hello = c.message(MessageType.HELLO, body, version=version)
@@ -121,12 +121,12 @@ def versions(c: ProbeClient) -> None:
 
 @rule("Types", with_lease=True)
 def types(c: ProbeClient) -> None:
-    """Answer unknown types with UNSUPPORTED; ignore messages that only servers send."""
+    """Reply to unknown types with UNSUPPORTED; ignore types that only servers send."""
     c.expect_error(c.message(127), ErrorCode.UNSUPPORTED)
     for frames in ([b""], [b"x" * 99], [b"", b"", b""], [b"ENVS"]):
         c.link.send(frames)
     c.send(c.message(MessageType.WELCOME), c.message(255))
-    expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
+    expect(not (replies := c.receive_all()), "no reply", [*map(describe, replies)])
 
 
 @rule("Frame 0", with_lease=True)
@@ -189,10 +189,10 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def attached_again(c: ProbeClient) -> None:
-    """Rule 2: Answer a copy of ATTACH identically; refuse a different ATTACH."""
+    """Rule 2: Reply identically to a copy of ATTACH; refuse a different ATTACH."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
-    answer = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
-    is_same = answer.body == c.granted or answer.type is MessageType.BUILDING
+    reply = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
+    is_same = reply.body == c.granted or reply.type is MessageType.BUILDING
     expect(is_same, "the same GRANTED again", "a different one")
     c.expect_error(_attach(c, num_envs=1), _BAD)
 
@@ -221,31 +221,31 @@ def separate_sessions(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def copies(c: ProbeClient) -> None:
-    """Rule 4: Answer each copy of a finished request once, with the stored result."""
+    """Rule 4: Reply to each copy of a finished request once, with the stored result."""
     c.link.receive(1.1)
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
     c.link.receive(1.1)  # wait, because the server resends rows at most once a second
     c.send(replace(c.last, attempt=1))
-    answers = [*map(describe, c.receive_all())]
-    expect(not answers, "one answer per attempt", answers)
+    replies = [*map(describe, c.receive_all())]
+    expect(not replies, "one reply per attempt", replies)
 
 
 @rule("Rules of the server", with_lease=True)
 def copy_of_running(c: ProbeClient) -> None:
-    """Rule 4: Answer a copy of a request in progress with that request's result."""
+    """Rule 4: Reply to a copy of a request in progress with that request's result."""
     step = c.next_step()
     duplicates = [replace(step, attempt=number) for number in (1, 1, 2)]
     results = [c.execute(step, *duplicates), *map(c.read, c.receive_all())]
     expect(
-        len({result.raw for result in results}) == 1, "equal answers", "different ones"
+        len({result.raw for result in results}) == 1, "equal replies", "different ones"
     )
-    expect(len(results) <= 3, "at most one answer per attempt", len(results))
+    expect(len(results) <= 3, "at most one reply per attempt", len(results))
 
 
 @rule("Transport", with_lease=True)
 def second_connection(c: ProbeClient) -> None:
-    """Let a client change its connection; send answers to the latest one."""
+    """Let a client change its connection; send replies to the latest one."""
     first, c.link = c.link, c.subject.open_link()
     result = c.read(c.request(replace(c.last, attempt=1)))
     expect(result.raw == c.last_result.raw, "the same rows again", "different rows")
@@ -254,14 +254,14 @@ def second_connection(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def seqs(c: ProbeClient) -> None:
-    """Rule 4: Answer a seq that is too high with GAP; ignore an old seq."""
+    """Rule 4: Reply to a seq that is too high with GAP; ignore an old seq."""
     skipping, current, outdated = (
         replace(c.next_step(), entries=tuple((b, s + by) for b, s in enumerate(c.seqs)))
         for by in (2, 0, -1)
     )
     c.expect_error(skipping, ErrorCode.GAP)
     c.send(current, outdated)
-    expect(not (answers := c.receive_all()), "no answer", [*map(describe, answers)])
+    expect(not (replies := c.receive_all()), "no reply", [*map(describe, replies)])
 
 
 # Steps and resets.
@@ -393,8 +393,8 @@ def calls(c: ProbeClient) -> None:
 @rule("PING, PONG", with_lease=True)
 def pings(c: ProbeClient) -> None:
     """List the running operations in PONG, and none once all are answered."""
-    answer = c.request(c.message(MessageType.PING), MessageType.PONG)
-    running = Pong.decode(answer.body).running
+    reply = c.request(c.message(MessageType.PING), MessageType.PONG)
+    running = Pong.decode(reply.body).running
     expect(not running, "no running operations", running)
 
 

@@ -22,7 +22,7 @@ def check(
     """Check that a server, in any implementation, follows the protocol.
 
     The check leases up to 8 envs at a time and releases them. Exit codes: 0 if the
-    server follows all rules, 1 if it breaks one or does not answer.
+    server follows all rules, 1 if it breaks one or does not reply.
 
     Args:
       env: Name of the env to use; by default, the first one that the server offers.
@@ -37,7 +37,7 @@ def check(
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
     try:
-        # If no server answers, this call raises an error that explains the reason.
+        # If no server replies, this call raises an error that explains the reason.
         request_welcome(address, 5.0, insecure=insecure)
         subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
         for result in check_rules(subject):

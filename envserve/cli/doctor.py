@@ -248,7 +248,7 @@ def _server(address: str, timeout: float, insecure: bool) -> _Finding:
     commit = f" (commit {status.commit})" if status.commit else ""
     text = (
         f"envserve {status.version}{commit}, {status.free_envs} of "
-        f"{status.total_envs} envs free, answered after {milliseconds:.0f} ms"
+        f"{status.total_envs} envs free, replied after {milliseconds:.0f} ms"
     )
     remedy = f"this host has {version}: install the same release on both"
     return _finding(address, text, "" if status.version == version else remedy)

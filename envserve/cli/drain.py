@@ -12,9 +12,9 @@ from envserve.errors import ConnectError, EnvserveError, EnvStartError
 
 #: Exit code if the server is still running after the timeout.
 _STILL_RUNNING: Final = 3
-#: Maximum time to wait for each answer. Servers answer immediately, even while envs are
+#: Maximum time to wait for each reply. Servers reply immediately, even while envs are
 #: being stepped.
-_ANSWER_SECONDS: Final = 5.0
+_REPLY_SECONDS: Final = 5.0
 
 
 def drain(
@@ -26,7 +26,7 @@ def drain(
     """Stop a server once its running episodes have ended; wait until it has exited.
 
     The server waits up to its --drain-grace seconds for running episodes. Exit
-    codes: 0 once the server has exited, 1 if it does not answer or refuses, 3 if it is
+    codes: 0 once the server has exited, 1 if it does not reply or refuses, 3 if it is
     still running after the timeout.
 
     Args:
@@ -43,19 +43,19 @@ def drain(
     hello = Message(MessageType.HELLO, request=2, body=Hello(client="drain").encode())
     try:
         with contextlib.closing(Connection(address, insecure=insecure)) as connection:
-            seconds = min(timeout, _ANSWER_SECONDS)
+            seconds = min(timeout, _REPLY_SECONDS)
             boot = request(connection, hello, MessageType.WELCOME, seconds).boot
 
             def is_running() -> bool:
-                """Return whether the server answers and has not been restarted."""
+                """Return whether the server replies and has not been restarted."""
                 with contextlib.suppress(ConnectError):
-                    answer = request(connection, hello, MessageType.WELCOME, seconds)
-                    return answer.boot == boot
+                    reply = request(connection, hello, MessageType.WELCOME, seconds)
+                    return reply.boot == boot
                 return False
 
             try:
                 request(connection, drain, MessageType.DRAIN, seconds)
-            except ConnectError:  # the server may have exited before it answered
+            except ConnectError:  # the server may have exited before it replied
                 if is_running():
                     raise
             else:

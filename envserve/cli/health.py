@@ -21,7 +21,7 @@ def health(
 ) -> None:
     """Check whether a server is healthy, and report it as the exit code.
 
-    Exit codes: 0 if the server is healthy, 1 if it does not answer, 7 if its
+    Exit codes: 0 if the server is healthy, 1 if it does not reply, 7 if its
     release is incompatible; "Exit codes" in the docs lists all codes. If the address
     resolves to several servers, the first unhealthy one determines the exit code.
 

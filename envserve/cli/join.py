@@ -25,7 +25,7 @@ def join(
     Reads the invitation from the terminal without echo, or from stdin.
 
     Args:
-      timeout: Seconds to wait for the server's answer.
+      timeout: Seconds to wait for the server's reply.
       replace: Replace the keys that are recorded for the invitation's addresses, for
         example after the server was set up again.
     """
@@ -61,7 +61,7 @@ def join(
     for address in invitation.addresses:
         if address not in reachable:
             print(
-                f"{address}: no server with this key answered, so this client cannot "
-                f"use this address; check it, and join again once the server answers "
+                f"{address}: no server with this key replied, so this client cannot "
+                f"use this address; check it, and join again once the server replies "
                 f"there: envserve invite {invitation.name} --at {address}"
             )

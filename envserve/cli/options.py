@@ -90,7 +90,7 @@ LogLevel = Annotated[
     ),
 ]
 Resources = Annotated[dict[str, float] | None, Option(_RESOURCES_HELP, panel="On Ray")]
-Timeout = Annotated[Seconds, Option("Seconds to wait for a server's answer.")]
+Timeout = Annotated[Seconds, Option("Seconds to wait for a server's reply.")]
 
 
 def address_of(reference: str) -> str:

@@ -34,7 +34,7 @@ def status(
 ) -> int:
     """Show the envs, leases, speed and faults of servers.
 
-    Exit codes: 0 if all servers answer, 1 if any does not, 2 if an address cannot be
+    Exit codes: 0 if all servers reply, 1 if any does not, 2 if an address cannot be
     resolved.
 
     Args:

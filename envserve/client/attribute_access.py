@@ -1,6 +1,6 @@
 """Access attributes of a batch's envs: call a method, or get or set a value.
 
-A block answers with the values of the first rows, as many as fit into one answer. The
+A block replies with the values of the first rows, as many as fit into one reply. The
 access then sends another request for the remaining rows, until it has all values.
 """
 
@@ -135,10 +135,10 @@ class AttributeAccess:
 
 
 def values_of(result: bytes) -> list[Any]:
-    """Decode the values in an answer.
+    """Decode the values in a reply.
 
     Raises:
-      RemoteProtocolError: The answer contains no value.
+      RemoteProtocolError: The reply contains no value.
     """
     limit = 2 * MAX_RESULT_VALUES
     values = codec.decode(result, max_bytes=len(result), max_values=limit)

@@ -202,7 +202,7 @@ class BatchEnv:
             invalid row; "raise" also raises EnvError. A value outside the env's spaces
             always raises EnvError.
           padding_after: Seconds that a step waits for absent envs, whose worker is
-            being replaced or whose server does not answer. After that, the step returns
+            being replaced or whose server does not reply. After that, the step returns
             padding with status PENDING in their rows. With `math.inf`, or if all envs
             are absent, the step waits until they are available again.
           start_timeout: Time limit for building all envs, in seconds.
@@ -311,10 +311,10 @@ class BatchEnv:
           num_envs: Total number of rows.
           on_fault: See `local`.
           padding_after: See `local`.
-          connect_timeout: Time limit for a server's first answer, in seconds.
+          connect_timeout: Time limit for a server's first reply, in seconds.
           start_timeout: Time limit for building all envs, in seconds.
           server_lost_after: Seconds after which a server counts as lost because it does
-            not answer, ignores a step, reset or call, or was restarted. Until then, its
+            not reply, ignores a step, reset or call, or was restarted. Until then, its
             rows are padding; after 5 s of silence, they move to another server that has
             free envs. If the env of a row is replaced, its current episode ends with
             an invalid step.
@@ -347,7 +347,7 @@ class BatchEnv:
         Raises:
           AddressError: An address is malformed, its host is unknown, or fewer than
             `min_servers` servers have an address.
-          ConnectError: No server answers at an address, or its key is unknown.
+          ConnectError: No server replies at an address, or its key is unknown.
           KeyFileError: A key file cannot be read, or other users can read it.
           EnvsBusy: A server has too few free envs.
           RemoteProtocolError: A server violates the protocol, or its rows are too

@@ -80,7 +80,7 @@ class LaneGroup:
           row_set: The rows.
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
           together: Whether to submit all blocks of a lane in one request, which a
-            server answers with one reply.
+            server replies with one reply.
           is_cancelled: Whether the step counts as cancelled until it is released. An
             interrupted caller then need not call `cancel_step`.
 

@@ -20,8 +20,8 @@ _MAX_LAG_MS: Final = 5000
 class HealthProblem(enum.IntEnum):
     """Exit codes of `envserve health`."""
 
-    NO_ANSWER = 1
-    """The server does not answer, or the client cannot connect."""
+    NO_REPLY = 1
+    """The server does not reply, or the client cannot connect."""
     NO_ADDRESS = 2
     """The address is invalid or cannot be resolved."""
     STARTING = 3
@@ -41,7 +41,7 @@ def diagnose(
 ) -> tuple[HealthProblem, str] | None:
     """Return the first problem that a probe finds and its description, or None.
 
-    The keyword arguments select the probes. Without any, the answer alone suffices.
+    The keyword arguments select the probes. Without any, the reply alone suffices.
     """
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"
@@ -85,5 +85,5 @@ def probe(
     except ProtocolMismatch as error:
         return HealthProblem.MISMATCH, f"ProtocolMismatch: {error}"
     except EnvserveError as error:
-        return HealthProblem.NO_ANSWER, str(error)
+        return HealthProblem.NO_REPLY, str(error)
     return 0, "\n".join(lines)

@@ -1,9 +1,9 @@
-"""Answer STATUS and FRAME requests about a batch made by `BatchEnv.local`.
+"""Reply to STATUS and FRAME requests about a batch made by `BatchEnv.local`.
 
-A thread of the training process answers like a server, at an ipc address that only this
-user can connect to. Each local lane of the batch is reported as a lease, numbered from
-1. The thread only reads counters and shared memory, and pauses after each answer, so it
-uses at most 2 % of a core.
+A thread of the training process replies like a server, at an ipc address that only
+this user can connect to. Each local lane of the batch is reported as a lease; the first
+one has number 1. The thread only reads counters and shared memory, and pauses after
+each reply, so it uses at most 2 % of a core.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from envserve.wire.status import ServerStatus
 __all__ = ["LocalStatusServer"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: The pause after an answer, as a multiple of the CPU time that the answer took.
+#: The pause after a reply, as a multiple of the CPU time that the reply took.
 _PAUSE_FACTOR: Final = 49
 _MAX_EPISODES: Final = 256
 _MAX_MESSAGE_BYTES: Final = 64 << 10
 
 
 class LocalStatusServer:
-    """A thread that answers requests about a batch; a context manager.
+    """A thread that replies to requests about a batch; a context manager.
 
     Attributes:
       address: Address to pass to `envserve page`, `top` and `status`.
@@ -95,7 +95,7 @@ class LocalStatusServer:
                 except RemoteProtocolError:
                     continue
                 except Exception:
-                    _LOGGER.exception("could not answer a status request")
+                    _LOGGER.exception("could not reply to a status request")
                 self._is_closing.wait(_PAUSE_FACTOR * (time.thread_time() - started_at))
 
     def _reply_to(self, route: bytes, frames: list[bytes]) -> Reply:

@@ -35,7 +35,7 @@ _MAX_HEAD_BYTES: Final = 8192
 # connection without limit or timeout (200 idle connections occupy 200 threads), does
 # not limit the CPU time of scrapes, and prints a traceback when a collector raises.
 class MetricsPort(socketserver.TCPServer):
-    """Server that listens once constructed, and answers requests after `start_serving`.
+    """Server that listens once constructed, and serves requests after `start_serving`.
 
     Attributes:
       address: URL of the metrics.

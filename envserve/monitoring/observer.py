@@ -30,16 +30,16 @@ class Observer:
         """Return the current status of the server.
 
         Raises:
-          ConnectError: No server answered in time.
+          ConnectError: No server replied in time.
           ProtocolMismatch: The server supports only other protocol versions, or a
             version without STATUS.
           EnvStartError: The server no longer accepts this key.
           RemoteProtocolError: The peer is not an envserve server.
         """
-        answer = self.request(
+        reply = self.request(
             MessageType.STATUS, MessageType.STATUS_RESULT, timeout_seconds
         )
-        return ServerStatus.decode(answer.body)
+        return ServerStatus.decode(reply.body)
 
     def frames(
         self,
@@ -57,7 +57,7 @@ class Observer:
           lease: Number of the lease, from `LeaseStatus`.
           rows: Rows of the lease, at most 64.
           width: Width of the frames in pixels.
-          timeout_seconds: Maximum time to wait for the answer.
+          timeout_seconds: Maximum time to wait for the reply.
           after: Serial number of the last frame received for each row; only newer
             frames are returned. By default, all latest frames are returned.
 
@@ -68,8 +68,8 @@ class Observer:
         from envserve.wire.bodies import FrameResult
 
         fields = {"rows": tuple(rows), "width": width, "after": tuple(after)}
-        answer = self._request_frames(timeout_seconds, lease=lease, **fields)
-        return [*FrameResult.decode(answer.body).pictures]
+        reply = self._request_frames(timeout_seconds, lease=lease, **fields)
+        return [*FrameResult.decode(reply.body).pictures]
 
     def record(self, lease: int, row: int, timeout_seconds: float = 5.0) -> bytes:
         """Return the flight record of an env, as a repro file for `envserve replay`.
@@ -92,12 +92,12 @@ class Observer:
         )
 
     def request(
-        self, kind: MessageType, answer: MessageType, timeout: float, body: bytes = b""
+        self, kind: MessageType, reply: MessageType, timeout: float, body: bytes = b""
     ) -> Message:
-        """Send a request and return its answer; see `request` for the errors."""
+        """Send a request and return its reply; see `request` for the errors."""
         self._num_requests += 1
         message = Message(kind, request=self._num_requests, body=body)
-        return request(self._connection, message, answer, timeout)
+        return request(self._connection, message, reply, timeout)
 
     def close(self) -> None:
         """Close the connection."""

@@ -40,10 +40,10 @@ class MonitoredServer:
     Attributes:
       address: Address of the server.
       name: The address without `tcp://`.
-      status: The answer to the last poll; None if the server did not answer. If the
+      status: The reply to the last poll; None if the server did not reply. If the
         server is too old for STATUS, the field `version` is empty, and only the fields
         that WELCOME also has are set.
-      error: The reason why the last poll got no answer; empty otherwise.
+      error: The reason why the last poll got no reply; empty otherwise.
       is_resolved: Whether the address could be resolved; if not, the server is not
         polled.
     """
@@ -149,8 +149,8 @@ def poll_servers(
 
     Args:
       servers: The servers; unresolved servers are skipped.
-      timeout_seconds: Maximum time to wait for each answer.
-      gap_seconds: Pause before servers that answered are polled again, to measure
+      timeout_seconds: Maximum time to wait for each reply.
+      gap_seconds: Pause before servers that replied are polled again, to measure
         their speed; None to poll only once.
     """
 

@@ -21,7 +21,7 @@ itself is at fault, and the next operation raises its error.
 
 A worker whose rows were overwritten by an env is replaced, too.
 
-A lost block in flight is absent: its outcome is pending until the successor answers.
+A lost block in flight is absent: its outcome is pending until the successor replies.
 This module receives only events of the current worker process (see `worker_states`), so
 only one process writes a row at a time. Nothing here blocks.
 """
@@ -94,7 +94,7 @@ class _BlockSlot:
       kind: STEP, RESET or CALL while an operation is in flight; otherwise IDLE.
       last_kind: Kind of the last operation.
       task: Content of the operation, unless it is a step.
-      sequence: Sequence number of the operation, which identifies its answer.
+      sequence: Sequence number of the operation, which identifies its reply.
       started_at: Time at which the operation was submitted or, if the block was lost
         after that, at which it was lost.
       has_final: Whether `save_final_observation` was called for the current step.
@@ -150,7 +150,7 @@ class BlockOperations:
       outcomes: Outcomes of finished operations that have not been collected yet.
       metrics: Counters of these operations.
       fault_log: Log of faults; deleted when the pool is closed.
-      likely_last: The worker whose answer arrived last, and will probably be the last
+      likely_last: The worker whose reply arrived last, and will probably be the last
         one again; None if waiting for only this worker is not safe.
       state: "ready", or the reason why nothing can be submitted.
     """
@@ -275,10 +275,10 @@ class BlockOperations:
             index = event.block
             slot = self._slots[index] if index < len(self._slots) else None
             if worker.state is not WorkerState.SERVING:
-                return  # ignore answers of a worker that was killed meanwhile
+                return  # the worker was killed before this event was read
             if slot is None or not slot.kind or slot.sequence != event.sequence:
                 worker.kill(
-                    f"answered an operation that was not submitted (block {index})",
+                    f"replied to an operation that was not submitted (block {index})",
                     now,
                 )
                 return
@@ -286,7 +286,7 @@ class BlockOperations:
             is_plain = slot.kind == _STEP and not event.payload
             is_tracked = slot.failing_rows or slot.resetting
             if not is_plain or index in self.losses or is_tracked:
-                self._on_answer(slot, event.payload, now)
+                self._on_reply(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
             slot.kind = _IDLE
@@ -326,7 +326,7 @@ class BlockOperations:
         if messages:
             worker.send(b"".join(messages), len(messages), now)
 
-    def _on_answer(self, slot: _BlockSlot, payload: bytes, now: float) -> None:
+    def _on_reply(self, slot: _BlockSlot, payload: bytes, now: float) -> None:
         """Finish an operation that needs more than the fast path of `handle`."""
         worker, block, config = slot.worker, slot.block, self._workers.config
         is_step = slot.kind == _STEP

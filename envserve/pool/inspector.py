@@ -26,7 +26,7 @@ _MAX_ABSENT: Final = 1024
 
 
 class PoolInspector:
-    """Answers STATUS and FRAME requests about one pool."""
+    """Replies to STATUS and FRAME requests about one pool."""
 
     def __init__(self, workers: WorkerSet, operations: BlockOperations) -> None:
         self._workers, self._operations = workers, operations

@@ -7,7 +7,7 @@ once, so that workers start in milliseconds. Only `close` blocks on the template
 If the launcher's process ends, even by SIGKILL, the template reads end of file from its
 socket, kills the workers and exits. If the template ends or hangs, its workers are
 killed and reported as ended, and the next `launch` starts a new template. The template
-answers each request, so a template that an env has suspended (SIGSTOP) is detected.
+replies to each request, so a template that an env has suspended (SIGSTOP) is detected.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Lost(NamedTuple):
     text: str
 
 
-#: Events of a worker; a `ChannelMessage` is the answer to an operation.
+#: Events of a worker; a `ChannelMessage` is the reply to an operation.
 Event = ChannelMessage | Ready | Lost
 
 

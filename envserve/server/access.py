@@ -166,7 +166,7 @@ def _try_unknown_key(address: str, server_public: bytes) -> str:
         with suppress(zmq.Again):  # the key may already have been refused
             socket.send(b"?", zmq.NOBLOCK)
         if not monitor.poll(int(1000 * _SELF_TEST_SECONDS)):
-            return f"there was no answer within {_SELF_TEST_SECONDS:g} s"
+            return f"there was no reply within {_SELF_TEST_SECONDS:g} s"
         event = recv_monitor_message(monitor)
         is_refused = (
             event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH

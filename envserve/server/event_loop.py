@@ -13,7 +13,7 @@ the sockets are empty or its turn is over. A turn is limited in messages and in 
 that floods cannot starve pools and timers.
 
 A reply that cannot be sent is dropped, because the client resends its request and the
-answer is still in the slab. An unexpected exception is logged and ends at most one
+reply is still in the slab. An unexpected exception is logged and ends at most one
 session; the server continues to serve the others.
 """
 
@@ -283,7 +283,7 @@ class ServerLoop:
                 except Exception as error:
                     queue.extend(self._abandon(decision.session, error))
             elif isinstance(decision, RequestDecision):
-                queue.extend(self._answer(decision))
+                queue.extend(self._reply(decision))
             elif isinstance(decision, Audit):
                 self._audit(decision)
             else:  # BeginDrain
@@ -306,8 +306,8 @@ class ServerLoop:
         if reply.limiter is not None:
             reply.limiter.num_copies -= 1
 
-    def _answer(self, decision: RequestDecision) -> Sequence[Decision]:
-        """Answer a request for which the protocol has no data; return the decisions."""
+    def _reply(self, decision: RequestDecision) -> Sequence[Decision]:
+        """Return the decisions that reply to a request with data of this event loop."""
         request, now = decision.request, time.monotonic()
         user, payload = request.peer[-1], b""
         try:
@@ -328,7 +328,7 @@ class ServerLoop:
                 address = self._router.sockets.by_number[request.peer[0]].sender_address
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name, address=address))
-            return self._protocol.answer(request, body, payload)
+            return self._protocol.reply(request, body, payload)
         except (Refusal, RemoteProtocolError) as error:
             return self._protocol.refuse(request, error, now)
         except Exception:

@@ -1,7 +1,7 @@
 """Finds users whose messages take more than a fair share of the event loop's time.
 
 The server measures time instead of counting messages, because one message can take as
-long as thousands of others. If a client waits for answers, its messages do not remain
+long as thousands of others. If a client waits for replies, its messages do not remain
 unread for long. A user is throttled, which means that its messages are dropped, only if
 three conditions hold:
 
@@ -12,7 +12,7 @@ three conditions hold:
   at most one step at a time.
 
 Clients resend unanswered requests, so dropping messages loses nothing. A user who
-continues to send at the same rate does not wait for answers. Such a user is reported as
+continues to send at the same rate does not wait for replies. Such a user is reported as
 a flooder, because even dropping messages takes time; see the decision "A flood is
 recognised by its loop time and its unread messages".
 """
@@ -35,7 +35,7 @@ _NEGLIGIBLE: Final = 1e-5
 #: Seconds between two updates of `throttled` and `flooder`.
 _UPDATE_SECONDS: Final = 0.01
 #: Seconds for which messages must be unread before a user is throttled. Clients that
-#: wait for their answers cause no such backlog.
+#: wait for their replies cause no such backlog.
 _BACKLOG_SECONDS: Final = 0.02
 #: Seconds of loop time, excluding steps, that every user may use within
 #: `_DECAY_SECONDS`. Clients seldom need more, because most of their messages are steps.

@@ -14,7 +14,7 @@ class LoopLag:
     """The lag of an event loop over the last 10 s.
 
     A callback that is scheduled every 0.5 s records its own delay. Occasional requests
-    could not measure the lag, because they are not answered while the loop hangs.
+    could not measure the lag, because a hanging loop does not process them.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -19,7 +19,7 @@ counted by one side only:
   block: 1, 2, 3 ... within a lease. An answered request uses up its seq. If a request
   is rejected, the next request has the same seq.
 * *attempt*, counted by the client, is 0 in a request that is sent for the first time,
-  and 1, 2, 3 ... in its copies. The server answers each attempt once.
+  and 1, 2, 3 ... in its copies. The server replies to each attempt once.
 
 The client's part: a block has at most one operation in flight. The client sends the
 next one only after the reply, or after the lease is lost. Until then it resends the
@@ -30,7 +30,7 @@ lost call fails, because the envs may have executed it already.
 
 The server's part: the server executes a request that has the next seq of each of its
 blocks. Copies that arrive while the request runs are not executed. Copies that arrive
-later are answered with the same reply. Older requests are ignored, and requests that
+later get the same reply. Older requests are ignored, and requests that
 skip a seq are rejected. The server can send a reply again because it packs the reply
 from the blocks' rows, which do not change before the request with the next seq (see
 the decision "The slab is the reply cache").
@@ -124,7 +124,7 @@ _CLIENT_TRANSITIONS: Final[_Transitions] = {
     ClientState.CONNECTING: (
         ClientState.HELLO_SENT,  # connected
         ClientState.CLOSED,  # there are no envs to return
-        ClientState.LOST,  # no server answered
+        ClientState.LOST,  # no server replied
     ),
     ClientState.HELLO_SENT: (
         ClientState.HELLO_SENT,  # next attempt
@@ -146,7 +146,7 @@ _CLIENT_TRANSITIONS: Final[_Transitions] = {
     ),
     ClientState.CLOSING: (
         ClientState.CLOSED,  # DETACHED, or an ERROR that implies that the lease is gone
-        ClientState.LOST,  # no server answered
+        ClientState.LOST,  # no server replied
     ),
     ClientState.CLOSED: (),
     ClientState.LOST: (),

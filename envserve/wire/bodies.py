@@ -207,7 +207,7 @@ class _Granted(Body, frozen=True, kw_only=True):
 
 
 class Pong(Body, frozen=True, kw_only=True):
-    """Answer to a PING (PONG).
+    """Reply to a PING (PONG).
 
     Attributes:
       running: For each busy block, the time for which its operation has been running.

@@ -100,7 +100,7 @@ class ErrorCode(enum.IntEnum):
     """Reason why a request failed.
 
     The codes of a protocol version are fixed. A new code requires a new version, unless
-    it is sent only in answer to requests that older clients never make.
+    it is sent only in reply to requests that older clients never make.
     """
 
     BAD_MESSAGE = 1
@@ -120,11 +120,11 @@ class ErrorCode(enum.IntEnum):
     ENV_FAILED = 13
     INTERNAL = 14
     BAD_WRAPPER = 15
-    """A wrapper is not valid; sent only in answer to requests with wrappers."""
+    """A wrapper is not valid; sent only in reply to requests with wrappers."""
 
 
 class Executed(enum.IntEnum):
-    """Whether envs have received the request that an ERROR answers."""
+    """Whether envs have received the request that an ERROR replies to."""
 
     NO = 0
     YES = 1

@@ -56,8 +56,8 @@ class Message:
       session: Random number drawn by the client; 0 outside a session.
       boot: Random number drawn by the server at its start; 0 if it is not known yet.
       epoch: Number of the lease; 0 before it is granted.
-      request: The client's number for the request; an answer repeats it.
-      attempt: Number of times the request was sent before; an answer repeats that of
+      request: The client's number for the request; a reply repeats it.
+      attempt: Number of times the request was sent before; a reply repeats that of
         the latest copy of the request.
       entries: Pairs (block, seq) that the message concerns.
       body: Encoded msgpack in control messages, raw rows in STEP and RESULT.
@@ -163,8 +163,8 @@ def request_number(frame: Buffer) -> int:
 def session_and_block(frame: Buffer) -> tuple[bytes, bytes]:
     """Return the encoded session number and first block number of a message.
 
-    For flow control, these two numbers and the user identify the destination of an
-    answer.
+    For flow control, these two numbers and the user identify the destination of a
+    reply.
     """
     return bytes(frame[8:16]), bytes(frame[_PREFIX_BYTES : _PREFIX_BYTES + 4])
 

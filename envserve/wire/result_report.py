@@ -185,7 +185,7 @@ class ResultReport:
     def outcomes(
         self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
     ) -> dict[int, Outcome]:
-        """Return the outcome of each block that a RESULT answers.
+        """Return the outcome of each block of a RESULT.
 
         Args:
           entries: Pairs (block, seq) of the RESULT.

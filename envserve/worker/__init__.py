@@ -8,13 +8,13 @@ reset envs that are not being stepped (`spare_row`). No module in this package i
 zmq or asyncio.
 
 Messages. The pool and each worker exchange short messages over a socket pair
-(`channel`): an operation on a block, and exactly one answer to it. Infos, faults and
-call results are part of the answer (`worker_report`).
+(`channel`): an operation on a block, and exactly one reply to it. Infos, faults and
+call results are part of the reply (`worker_report`).
 
 Shared memory. The arrays are in the slab (`envserve.slab`), which the pool and all its
 workers map. At any time, the rows of a block belong either to the pool or to the
 worker. While the block is idle, the pool may write its actions and read its results.
-From the message that starts an operation until the DONE that answers it, the worker
+From the message that starts an operation until the DONE that replies to it, the worker
 writes the block's observations, rewards, flags and statuses. No lock is needed, because
 the messages order these accesses. All other data has a single writer, and readers that
 tolerate any content:

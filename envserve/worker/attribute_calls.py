@@ -1,6 +1,6 @@
-"""Attribute access on the envs of a block: request, execution and answer.
+"""Attribute access on the envs of a block: request, execution and reply.
 
-The answer contains the values of the first rows: as many as fit, and at least one. The
+The reply contains the values of the first rows: as many as fit, and at least one. The
 remaining rows were not called, so the client sends another request for them. A row
 whose call failed has a fault, and None instead of a value.
 """
@@ -18,16 +18,16 @@ from envserve.spaces.attribute_values import to_plain
 from envserve.worker.channel import MAX_CALL_BYTES
 from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
-#: The beginning of an answer: the length of the report. The report itself and the list
+#: The beginning of a reply: the length of the report. The report itself and the list
 #: of values follow.
 _LENGTH: Final = struct.Struct("<I")
-#: Once the values in an answer exceed this size, no further row is called.
+#: Once the values in a reply exceed this size, no further row is called.
 _SOFT_LIMIT_BYTES: Final = 4 << 20
-#: Maximum total size of the values in the answers of all blocks of a pool; each block
+#: Maximum total size of the values in the replies of all blocks of a pool; each block
 #: may use an equal share.
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
 #: Maximum number of values in the result of a row, counted as in `codec.check`. It is
-#: limited because each value takes time to decode. All rows of an answer together have
+#: limited because each value takes time to decode. All rows of a reply together have
 #: less than twice this number.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
@@ -52,7 +52,7 @@ def encode_call(call: Call, num_blocks: int = 1) -> bytes:
 
 
 class CallRequest(NamedTuple):
-    """A call that the worker has received: `lane.Call` and the answer's size limit."""
+    """A call that the worker has received: `lane.Call` and the reply's size limit."""
 
     rows: list[int]
     kind: str
@@ -87,9 +87,9 @@ def run_call(
     request: CallRequest,
     get_value: Callable[[int], Any],
     *,
-    must_answer_all: bool = False,
+    must_return_all: bool = False,
 ) -> bytes:
-    """Run a call on each row, and encode the answer.
+    """Run a call on each row, and encode the reply.
 
     Values of an env's `metadata` that are not plain are omitted.
 
@@ -97,21 +97,21 @@ def run_call(
       request: The call.
       get_value: Function that takes the position of a row in `request.rows`, and runs
         the call on the env of this row. It returns the value or raises the env's error.
-      must_answer_all: Whether rows whose values do not fit into the answer get a fault,
+      must_return_all: Whether rows whose values do not fit into the reply get a fault,
         because the call must not be repeated. If False, they are left for another
         request.
     """
     values: list[bytes] = []
     faults: list[Fault] = []
     size = num_values = 0
-    limit = _SOFT_LIMIT_BYTES if must_answer_all else request.soft_limit_bytes
+    limit = _SOFT_LIMIT_BYTES if must_return_all else request.soft_limit_bytes
     for position, row in enumerate(request.rows):
         if size > limit or num_values > MAX_RESULT_VALUES:
-            if not must_answer_all:
+            if not must_return_all:
                 break
             get_value = _raise_too_large
         try:
-            # Encode the value inside a list, as in the answer, so that the limit on the
+            # Encode the value inside a list, as in the reply, so that the limit on the
             # nesting depth applies to both in the same way.
             plain = to_plain(get_value(position))
             if request.name == "metadata" and isinstance(plain, Mapping):
@@ -145,7 +145,7 @@ def run_call(
 def run_call_on_vector_env(
     request: CallRequest, env: Any, rows: Sequence[int]
 ) -> bytes:
-    """Run a call once, on the vector env of a block, and encode the answer.
+    """Run a call once, on the vector env of a block, and encode the reply.
 
     If the returned value is a list or tuple with one item per row of the block, each
     row gets its item. Otherwise, each row gets the whole value.
@@ -162,7 +162,7 @@ def run_call_on_vector_env(
             return value[request.rows[position] - rows[0]]
         return value
 
-    return run_call(request, value_of, must_answer_all=request.kind == "call")
+    return run_call(request, value_of, must_return_all=request.kind == "call")
 
 
 def _is_plain(key: Any, value: Any) -> bool:
@@ -202,16 +202,16 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
 
 
 def decode_results(payload: bytes, block: Block) -> Outcome:
-    """Decode a worker's answer; the outcome's `result` contains the values.
+    """Decode a worker's reply; the outcome's `result` contains the values.
 
     Raises:
-      ValueError: The payload is not a valid answer for this block.
+      ValueError: The payload is not a valid reply for this block.
     """
     start = _LENGTH.size
     end = start + int.from_bytes(payload[:start], "little")
     if end > len(payload):
         raise ValueError(
-            f"expected an answer of at least {end} bytes, because its report has "
+            f"expected a reply of at least {end} bytes, because its report has "
             f"{end - start} bytes; got {len(payload)} bytes"
         )
     outcome, _ = decode_report(payload[start:end], block, 1)

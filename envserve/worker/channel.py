@@ -49,20 +49,20 @@ _BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANY
 
 #: Maximum encoded size of the arguments of a call, and of its result for one row.
 MAX_CALL_BYTES: Final = 32 << 20
-#: Maximum size of the answer to a call on all rows of a block; larger than any other
+#: Maximum size of the reply to a call on all rows of a block; larger than any other
 #: report.
-MAX_ANSWER_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
+MAX_REPLY_BYTES: Final = MAX_CALL_BYTES + (8 << 20)
 
 
 class MessageKind(enum.IntEnum):
     """Kinds of messages."""
 
     # Pool to worker.
-    BUILD = 1  # the envs to build; answered by READY or FAILED
-    SLAB = 2  # passes the descriptor of the slab; not answered
-    STEP = 3  # step all rows of a block; answered by DONE
-    RESET = 4  # reset rows of a block; answered by DONE
-    CALL = 5  # attribute access on rows of a block; answered by DONE
+    BUILD = 1  # the envs to build; reply: READY or FAILED
+    SLAB = 2  # passes the descriptor of the slab; no reply
+    STEP = 3  # step all rows of a block; reply: DONE
+    RESET = 4  # reset rows of a block; reply: DONE
+    CALL = 5  # attribute access on rows of a block; reply: DONE
     CLOSE = 6  # close the envs and exit
     REPLAY = 14  # instead of BUILD: replay a repro file; see `replay_worker`
     # Worker to pool.
@@ -91,7 +91,7 @@ _MAX_BYTES: Final = 64 << 20
 #: to workers, because one loop decodes the messages of all workers.
 _MAX_BYTES_BY_KIND: Final = {
     MessageKind.READY: 16 << 20,
-    MessageKind.DONE: MAX_ANSWER_BYTES,
+    MessageKind.DONE: MAX_REPLY_BYTES,
     **dict.fromkeys(
         (MessageKind.IMPORTING, MessageKind.BUILT, MessageKind.FAILED, *REQUEST_ERRORS),
         128 << 10,

@@ -232,7 +232,7 @@ class EnvBlock:
         return info
 
     def call(self, payload: bytes) -> bytes:
-        """Call, get or set an attribute of some envs; return the encoded answer."""
+        """Call, get or set an attribute of some envs; return the encoded reply."""
         task = CallRequest.decode(payload)
 
         def value_of(position: int) -> Any:
@@ -243,9 +243,9 @@ class EnvBlock:
                 env.record.mark_touched()
             return env.call(task.kind, task.name, *task.arguments_for(position))
 
-        answer = run_call(task, value_of)
+        reply = run_call(task, value_of)
         self._heartbeat[1] = 0
-        return answer
+        return reply
 
     def render(self, row: int) -> Any:
         """Return the rendered frame of a row's env."""

@@ -2,8 +2,8 @@
 
 A worker builds the envs of its blocks (BUILD), maps the slab (SLAB) and then executes
 operations one at a time (STEP, RESET, CALL), until the pool sends CLOSE or closes its
-end of the socket. The worker answers each operation exactly once, with DONE, after it
-has written the rows. Between operations, it renders a frame if one was requested.
+end of the socket. The worker replies to each operation exactly once, with DONE, after
+it has written the rows. Between operations, it renders a frame if one was requested.
 
 An env that fails is replaced within the operation; see `env_block`. Any other exception
 ends the worker, which sends FAILED with a traceback. `envserve.worker` describes the
@@ -223,7 +223,7 @@ class _Worker:
         self._renderer = FrameRenderer(board, config.worker, heartbeat, ring, blocks)
 
     def handle(self, message: ChannelMessage) -> None:
-        """Execute one operation on a block, and answer it."""
+        """Execute one operation on a block, and reply to it."""
         block = self._blocks[message.block]
         if message.kind is MessageKind.STEP:
             payload = block.step()

@@ -372,14 +372,14 @@ class VectorBlock:
         return render(self._env)[row - self.rows.start]
 
     def call(self, payload: bytes) -> bytes:
-        """Call, get or set an attribute of the vector env; return an encoded answer."""
+        """Call, get or set an attribute of the vector env; return an encoded reply."""
         request = CallRequest.decode(payload)
         self._write_heartbeat(1)
         for record in self._records if request.may_change_env else ():
             record.mark_touched()
-        answer = run_call_on_vector_env(request, self._env, self.rows)
+        reply = run_call_on_vector_env(request, self._env, self.rows)
         self._heartbeat[1] = 0
-        return answer
+        return reply
 
     def _write_observation(
         self, target: Sequence[Array], observation: Any, mask: Array | None = None

@@ -33,7 +33,7 @@ const z85 = (bytes) => {
   return text;
 };
 
-/** Returns the options of a ROUTER socket that accepts only the clients that `answerZap` authorises. */
+/** Returns the options of a ROUTER socket that accepts only the clients that `replyToZap` authorises. */
 export function socketOptions() {
   const secret = secretOf("server.key");
   if (!secret) throw new Error(`expected a key in ${FOLDER}/server.key; run "envserve keys new"`);
@@ -41,7 +41,7 @@ export function socketOptions() {
 }
 
 /** Authorises the clients of this user, and all clients in the file `clients` that have no limits. */
-export async function answerZap(socket) {
+export async function replyToZap(socket) {
   await socket.bind("inproc://zeromq.zap.01");
   for await (const [version, request, , , , mechanism, key] of socket) {
     const secret = secretOf("client.key");

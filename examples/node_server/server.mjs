@@ -8,7 +8,7 @@ import { parseArgs } from "node:util";
 import { Reply, Router } from "zeromq";
 
 import { envSeed, Grid, NAME, NUM_ACTIONS, NUM_OBSERVED } from "./grid.mjs";
-import { answerZap, socketOptions } from "./keys.mjs";
+import { replyToZap, socketOptions } from "./keys.mjs";
 import { Code, pack, packRows, read, Refusal, Type, unpack, write } from "./wire.mjs";
 
 const TOTAL_ENVS = 256;
@@ -46,7 +46,7 @@ const refuse = (code, text, executed = 0) => {
   throw new Refusal(code, text, executed);
 };
 
-/** The envs of one client, and the last answer of each block. */
+/** The envs of one client, and the last reply of each block. */
 class Lease {
   constructor(settings, attachBody, epoch) {
     Object.assign(this, settings, { attachBody, epoch, grantedAt: -Infinity });
@@ -72,11 +72,11 @@ class Lease {
     if (!listed.length || new Set(listed).size < listed.length || listed.some((b) => b >= this.blocks.length))
       refuse(Code.BAD_MESSAGE, `expected one or more different blocks below ${this.blocks.length}`);
     if (entries.some(([block, seq]) => seq <= this.last[block].seq)) {
-      const { answer } = this.last[listed[0]];
-      const isCopy = answer?.request === request && answer.entries.join() === entries.join();
-      if (!isCopy || attempt <= answer.attempt || now < answer.at + 1000) return null;
-      Object.assign(answer, { attempt, at: now });
-      return answer.body;
+      const { reply } = this.last[listed[0]];
+      const isCopy = reply?.request === request && reply.entries.join() === entries.join();
+      if (!isCopy || attempt <= reply.attempt || now < reply.at + 1000) return null;
+      Object.assign(reply, { attempt, at: now });
+      return reply.body;
     }
     if (entries.some(([block, seq]) => seq !== this.last[block].seq + 1n))
       refuse(Code.GAP, "expected the next seq of each block");
@@ -84,8 +84,8 @@ class Lease {
     if (message.type === Type.STEP) this.step(indices, Buffer.concat([message.body, message.payload]));
     else this.reset(listed, unpack(message.body));
     const body = packRows(indices.map((index) => this.rows[index]));
-    const answer = { request, attempt, entries, body, at: -Infinity };
-    entries.forEach(([block, seq]) => (this.last[block] = { seq, answer }));
+    const reply = { request, attempt, entries, body, at: -Infinity };
+    entries.forEach(([block, seq]) => (this.last[block] = { seq, reply }));
     return body;
   }
 
@@ -149,13 +149,13 @@ export class Server {
     this.boot = randomBytes(8).readBigUInt64LE() | 1n;
   }
 
-  /** Returns the frames of the answer to a message, or null if it is not answered. */
+  /** Returns the frames of the reply to a message, or null if there is none. */
   handle(frames, now) {
     const message = read(frames);
     if (message === null || message.type >= 128) return null;
     try {
-      const answer = this.dispatch(message, now);
-      return answer && this.answer(message, answer);
+      const reply = this.dispatch(message, now);
+      return reply && this.reply(message, reply);
     } catch (error) {
       let { code, executed, message: text } = error;
       if (!(error instanceof Refusal)) {
@@ -165,11 +165,11 @@ export class Server {
       }
       if ([Code.BAD_MESSAGE, Code.FENCED].includes(code) && message.attempt) executed = 2;
       const body = pack({ code, executed, text });
-      return this.answer(message, { type: Type.ERROR, version: message.version, body });
+      return this.reply(message, { type: Type.ERROR, version: message.version, body });
     }
   }
 
-  answer({ session, epoch, request, attempt, entries }, more) {
+  reply({ session, epoch, request, attempt, entries }, more) {
     return write({ session, boot: this.boot, epoch, request, attempt, entries, ...more });
   }
 
@@ -267,7 +267,7 @@ async function main() {
     },
   });
   const hasKeys = flags.bind.startsWith("tcp:") && !flags["insecure-no-auth"];
-  if (hasKeys) answerZap(new Reply());
+  if (hasKeys) replyToZap(new Reply());
   const router = new Router({
     mandatory: true, linger: 100, sendTimeout: 0, sendHighWaterMark: 64, receiveHighWaterMark: 256,
     maxMessageSize: MAX_MESSAGE_BYTES + 64, ...(hasKeys ? socketOptions() : {}),
@@ -278,9 +278,9 @@ async function main() {
   setInterval(() => server.endSilent(performance.now()), 250);
   console.log(`ready on ${router.lastEndpoint}`);
   for await (const [route, ...frames] of router) {
-    const answer = server.handle(frames, performance.now());
+    const reply = server.handle(frames, performance.now());
     // Ignore errors: a client that is unreachable, or reads too slowly, will resend its request.
-    if (answer) await router.send([route, ...answer]).catch(() => {});
+    if (reply) await router.send([route, ...reply]).catch(() => {});
   }
 }
 

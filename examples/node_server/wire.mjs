@@ -16,7 +16,7 @@ const PREFIX_BYTES = 44;
 const ENTRY_BYTES = 12;
 const MAX_ENTRIES = 4096;
 
-/** An error that the server answers with an ERROR message. */
+/** An error that is sent to the client as an ERROR message. */
 export class Refusal extends Error {
   constructor(code, text, executed = 0) {
     super(text);

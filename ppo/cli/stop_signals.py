@@ -1,6 +1,6 @@
 """Stop gracefully at the first SIGINT or SIGTERM, and immediately at the second.
 
-After the first signal, training completes its iteration. If the envs do not answer, the
+After the first signal, training completes its iteration. If the envs do not reply, the
 iteration is abandoned instead: the listener thread sends the signal again to the main
 thread, whose handler raises `TrainingStopped`.
 """
@@ -113,7 +113,7 @@ class StopSignals:
             # If the step has ended in the meantime, an update must not be interrupted.
             if self._is_waiting():
                 self._has_raised = True  # only once, because the run is saved next
-                raise TrainingStopped("the envs do not answer")
+                raise TrainingStopped("the envs do not reply")
             return
         # If two signals arrive during one TensorFlow call, Python calls this handler
         # only once. Therefore, the listener thread counts signals too.

@@ -185,9 +185,9 @@ def test_the_envs_of_a_server_disappear_and_return_with_it(
     page: Page, servers: dict[str, FakeServer]
 ) -> None:
     server = servers["tcp://sim1:5555"]
-    server.error = ConnectError("no server answered within 2 s")
+    server.error = ConnectError("no server replied within 2 s")
     expect(page.locator(".server").first).to_contain_text("sim1 is gone")
-    expect(page.locator(".server").first).to_contain_text("no server answered")
+    expect(page.locator(".server").first).to_contain_text("no server replied")
     expect(page.locator(".tile").first).to_have_class(ABSENT)
     server.error = None
     expect(page.locator(".server").first).to_contain_text("sim1 is up")
@@ -266,8 +266,8 @@ def test_a_page_whose_servers_are_gone_is_not_live_and_keeps_their_counts(
     steps = page.locator(".number", has_text="Steps per second").locator("small")
     expect(steps).to_have_text("2.4M steps in total")
     for server in servers.values():
-        server.error = ConnectError("no server answered within 2 s")
-    expect(connection).to_have_text("no server answers")
+        server.error = ConnectError("no server replied within 2 s")
+    expect(connection).to_have_text("no server replies")
     expect(connection).to_have_class(re.compile("gone"))
     expect(steps).to_have_text("2.4M steps in total")
     restarted = servers["tcp://sim1:5555"]

@@ -168,7 +168,7 @@ class FakeServer:
             assert isinstance(decision, ReplyFrame), decision
             result, payload = self.read_frames(decision.session, decision.frame_request)
             body = result.encode()
-        return self.protocol.answer(request, body, payload)
+        return self.protocol.reply(request, body, payload)
 
     def build(self, session: SessionId, now: float) -> None:
         pool = self.pools[session]

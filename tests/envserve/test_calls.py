@@ -160,7 +160,7 @@ def test_a_block_calls_as_many_envs_as_fit_into_one_answer() -> None:
     first, second = codec.decode(values, max_bytes=len(values))
     assert (first, len(second)) == (None, 5 << 20)
     for wrong in (b"", b"\xff\xff\xff\xff", b"\4\0\0\0rows"):
-        with pytest.raises(ValueError, match=r"answer|Codec|Validation"):
+        with pytest.raises(ValueError, match=r"reply|Codec|Validation"):
             decode_results(wrong, block)
 
 

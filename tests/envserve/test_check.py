@@ -76,5 +76,5 @@ def test_an_unknown_env_fails_all_rules_that_need_it() -> None:
 def test_the_check_ends_if_the_server_stops_answering() -> None:
     ended = check(StopsAfterABadEncoding())
     assert ended.exit_code == 1
-    assert "Error: expected an answer to HELLO; got none" in ended.output
+    assert "Error: expected a reply to HELLO; got none" in ended.output
     assert "GRANTED" not in ended.output

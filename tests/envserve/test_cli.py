@@ -174,7 +174,7 @@ def test_health_without_a_server_fails_with_one_line() -> None:
     result = run("health", "ipc:///nowhere/envs", "--timeout", "0.2")
     assert result.returncode == 1
     assert result.stderr == (
-        "Error: ipc:///nowhere/envs: no server answered within 0.2 s\n"
+        "Error: ipc:///nowhere/envs: no server replied within 0.2 s\n"
     )
 
 

@@ -414,6 +414,6 @@ def test_working_connections_are_not_diagnosed(
     monkeypatch.setattr("envserve.client.link.zmq_guards.diagnosis.DELAY_SECONDS", 4.0)
     peer = listen(Router, SERVER)
     lane = RemoteLane(peer.address, make_config(), Timeouts(connect_seconds=6.0))
-    with pytest.raises(ConnectError, match="no server answered within 6 s"):
+    with pytest.raises(ConnectError, match="no server replied within 6 s"):
         lane.finish_start(time.monotonic() + 60.0)
     assert peer.received[0].startswith(b"ENVS")

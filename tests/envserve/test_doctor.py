@@ -197,7 +197,7 @@ def test_a_server_of_another_release_is_a_warning(
     code, found = examine("127.0.0.1")
     assert (code, found["tcp://127.0.0.1:5555"]["level"]) == (0, "ok")
     text = found["tcp://127.0.0.1:5555"]["text"]
-    assert text.startswith(f"envserve {version}, 5 of 8 envs free, answered after ")
+    assert text.startswith(f"envserve {version}, 5 of 8 envs free, replied after ")
     status(monkeypatch, ServerStatus(version="0.0.7"))
     code, found = examine("127.0.0.1")
     assert (code, found["tcp://127.0.0.1:5555"]["level"]) == (0, "warn")
@@ -211,7 +211,7 @@ def test_servers_that_cannot_be_reached_fail(
     address = f"ipc://{tmp_path}/nobody"
     code, found = examine(address, "no such host", "--timeout", "0.1")
     assert code == 1
-    assert found[address]["text"] == "no server answered within 0.1 s"
+    assert found[address]["text"] == "no server replied within 0.1 s"
     assert found[address]["remedy"] == "start a server there, or open its port"
     assert "expected an address like" in found["no such host"]["text"]
     status(monkeypatch, ProtocolMismatch(f"{address}: speaks 9 to 9"))

@@ -119,7 +119,7 @@ def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:
 def test_a_server_that_does_not_answer_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envserve.cli.drain._ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("envserve.cli.drain._REPLY_SECONDS", 0.1)
     code, text = drain(f"ipc://{tmp_path}/nobody")
     assert code == 1
-    assert "no server answered within 0.1 s" in text
+    assert "no server replied within 0.1 s" in text

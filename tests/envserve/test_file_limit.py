@@ -30,7 +30,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
 try:
     BatchEnv.connect("CartPole-v1", addresses[:20], 20, connect_timeout=0.2)
 except ConnectError as error:
-    print("no server answered" in str(error) or "refused" in str(error))
+    print("no server replied" in str(error) or "refused" in str(error))
 """
 #: Reads a key file when all descriptors are in use.
 READ_KEYS = """

@@ -188,8 +188,8 @@ def test_no_key_is_pinned_for_a_server_that_does_not_answer(
     joined, missing = result.stdout.splitlines()
     assert joined.startswith(f"joined {server.address} as trainer-1; ")
     assert missing == (
-        f"{host}:1: no server with this key answered, so this client cannot use this "
-        f"address; check it, and join again once the server answers there: envserve "
+        f"{host}:1: no server with this key replied, so this client cannot use this "
+        f"address; check it, and join again once the server replies there: envserve "
         f"invite trainer-1 --at {host}:1"
     )
     assert KeyFolder(tmp_path / "client").pinned_addresses == [server.address]
@@ -221,7 +221,7 @@ def test_an_invitation_does_not_replace_the_key_of_another_server(
     assert result.exit_code == 0, result.stderr
     joined, missing = result.stdout.splitlines()
     assert joined.startswith(f"joined {other.address} as x; ")
-    assert missing.startswith(f"{server.address}: no server with this key answered")
+    assert missing.startswith(f"{server.address}: no server with this key replied")
     for each in (server, other):
         patient = ("--timeout", str(PATIENCE))
         health = run_at("client", "health", each.address, *patient)
@@ -263,7 +263,7 @@ def test_a_pin_that_appears_during_a_join_is_not_replaced(tmp_path: Path) -> Non
         ([Finding.NOT_ZEROMQ], "tcp://a:1: the program that listens there does not s"),
         (
             [Finding.OTHER_SERVER, Finding.REFUSED],
-            r"tcp://a:1: no server with the key of this invitation .* answered; .*"
+            r"tcp://a:1: no server with the key of this invitation .* replied; .*"
             r"; tcp://b:1: connection refused: no program is listening there",
         ),
     ],

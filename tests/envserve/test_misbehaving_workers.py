@@ -103,7 +103,7 @@ def test_worker_that_sends_an_invalid_message_is_replaced(
     (lost,) = outcome.faults
     assert (
         "sent " in lost.text
-        or "answered an operation that was not submitted" in lost.text
+        or "replied to an operation that was not submitted" in lost.text
     )
     assert lost.text.endswith("it was killed by SIGKILL")
 

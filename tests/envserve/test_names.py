@@ -130,7 +130,7 @@ def test_a_server_with_the_expected_key_is_found_behind_another_one(
 def test_the_error_names_the_addresses_that_were_tried(two: Callable[..., str]) -> None:
     address = f"tcp://{two('127.0.0.2', '::1')}:1"
     expected = (
-        r"tcp://two:1: (no server answered within 1 s|connection refused) at "
+        r"tcp://two:1: (no server replied within 1 s|connection refused) at "
         r"tcp://127.0.0.2:1, tcp://\[::1\]:1"
     )
     with pytest.raises(ConnectError, match=expected):

@@ -278,9 +278,9 @@ def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
 ) -> None:
     with watching.events() as events:
         events.until("server", lambda state: state["status"] is not None)
-        server.error = ConnectError("no server answered within 2 s")
+        server.error = ConnectError("no server replied within 2 s")
         lost = events.until("server", lambda state: state["error"] != "")
-        assert lost["error"] == "no server answered within 2 s"
+        assert lost["error"] == "no server replied within 2 s"
         assert lost["status"]["host"] == "sim1"
         server.error = None
         events.until("server", lambda state: state["error"] == "")

@@ -31,7 +31,7 @@ FOREVER_SECONDS = 3600.0
 
 
 def silence(*_: object, **__: object) -> NoReturn:
-    raise ConnectError("no server answered")
+    raise ConnectError("no server replied")
 
 
 def welcome(free_envs: int) -> Welcome:

@@ -159,7 +159,7 @@ def test_each_silence_is_logged_once(
         caplog.messages
         == [
             "tcp://fake:1: no connection for 1 s; waiting for the server",
-            "tcp://fake:1: the server answers again",
+            "tcp://fake:1: the server replies again",
         ]
         * 2
     )

@@ -46,7 +46,7 @@ class StepInFlight:
         message = Message(type=MessageType.RESULT, entries=entries, report=report)
         self.client_blocks.accept_result(self.request, message)
         return [
-            outcome for answer in self.client_blocks._answers for outcome in answer[0]
+            outcome for answer in self.client_blocks._replies for outcome in answer[0]
         ]
 
 

@@ -81,7 +81,7 @@ def test_a_server_that_ignores_a_request_but_answers_pings_is_lost_after_a_minut
     now = pass_time(client, server, filter_request=dropping(kind))
     assert 60.0 <= now <= 63.0
     assert isinstance(client.error, ServerLost)
-    text = f"the server answers, but ignores {kind.name} of block 0: 17 attempts in 61"
+    text = f"the server replies, but ignores {kind.name} of block 0: 17 attempts in 61"
     assert text in str(client.error)
     assert "server_lost_after" in str(client.error)
     outcomes = collect(client)
@@ -124,7 +124,7 @@ def test_ignored_blocks_become_absent_after_seconds_and_are_logged_once(
     pass_time(client, server, 3.0, until=30.0, filter_request=drop)
     assert absent_blocks(client) == {0, 1}
     assert caplog.messages == [
-        "tcp://fake:1: the server answers, but ignores RESET of block 0: "
+        "tcp://fake:1: the server replies, but ignores RESET of block 0: "
         "3 attempts in 3 s"
     ]
     exchange(client, server, 30.0)

@@ -145,7 +145,7 @@ def test_silent_servers_are_polled_concurrently(tmp_path: Path) -> None:
         answered = [server.status is not None for server in monitored]
     assert answered == [True] * 61 + [False] * 3
     assert seconds < 3 * 12.0
-    assert "no server answered within 12 s" in monitored[-1].error
+    assert "no server replied within 12 s" in monitored[-1].error
 
 
 def test_the_speed_is_measured_between_two_polls(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class Endpoint(PausableProcess):
         """Verify that no server that answers PING is lost, unless servers may stall."""
         loss = session.attachment.lost_lease
         reason = str(session.error or (loss and loss.error))
-        if "the server answers, but ignores" not in reason:
+        if "the server replies, but ignores" not in reason:
             return
         self.simulation.stalls.add(reason)
         if not self.simulation.may_stall:

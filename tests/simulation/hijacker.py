@@ -108,7 +108,7 @@ class Hijacker:
             if isinstance(decision, ReplyWelcome):
                 decisions.remove(decision)
                 body = protocol.leases.welcome_for(_USER).encode()
-                decisions += protocol.answer(decision.request, body)
+                decisions += protocol.reply(decision.request, body)
         return [_anonymised(decision, message.session) for decision in decisions]
 
 

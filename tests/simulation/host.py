@@ -45,7 +45,7 @@ def answer_hello(protocol: ServerProtocol, decision: ReplyWelcome) -> list[Decis
     """Answer a HELLO without delay."""
     request = decision.request
     body = protocol.leases.welcome_for(request.peer[-1]).encode()
-    return protocol.answer(request, body)
+    return protocol.reply(request, body)
 
 
 class Host(PausableProcess):

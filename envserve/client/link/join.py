@@ -27,7 +27,7 @@ from envserve.wire.message import Message
 #: Maximum duration of an attempt to connect, and pause between two attempts.
 _ATTEMPT_SECONDS: Final = 1.5
 _PAUSE_SECONDS: Final = 0.2
-#: Minimum time to wait for the answer to JOIN, even after the deadline.
+#: Minimum time to wait for the reply to JOIN, even after the deadline.
 _MIN_JOIN_SECONDS: Final = 1.0
 #: Findings that a retry within the timeout does not change.
 _PERMANENT: Final = (
@@ -50,18 +50,18 @@ def join(
       timeout_seconds: Maximum time to find the server at one of its addresses.
 
     Returns:
-      The addresses at which a server with the expected key has answered.
+      The addresses at which a server with the expected key has replied.
 
     Raises:
-      ConnectError: The server did not answer, or the invitation is no longer valid.
+      ConnectError: The server did not reply, or the invitation is no longer valid.
       RemoteProtocolError: The peer is not an envserve server, or it rejected the
         request.
     """
     deadline = time.monotonic() + timeout_seconds
     keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
     findings = _connect_to_all(invitation.addresses, keys, deadline)
-    answered = [at for at, found in findings.items() if found is Finding.OK]
-    if not answered:
+    responsive = [at for at, found in findings.items() if found is Finding.OK]
+    if not responsive:
         if Finding.UNKNOWN_CLIENT in findings.values():
             raise ConnectError(
                 "this invitation was already used, or is older than 15 minutes; ask "
@@ -70,9 +70,9 @@ def join(
         raise ConnectError(_failure_text(findings, keys))
     message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
     left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
-    with contextlib.closing(Connection(answered[0], keys)) as connection:
+    with contextlib.closing(Connection(responsive[0], keys)) as connection:
         request(connection, message, MessageType.JOINED, left)
-    return answered
+    return responsive
 
 
 def _connect_to_all(
@@ -80,7 +80,7 @@ def _connect_to_all(
 ) -> dict[str, Finding]:
     """Connect to all addresses concurrently; return the last finding for each.
 
-    Retry until one server has answered, the deadline has passed, or retries cannot help
+    Retry until one server has replied, the deadline has passed, or retries cannot help
     at any address.
     """
     is_over = threading.Event()
@@ -111,14 +111,14 @@ def _connect_to_all(
 
 
 def _failure_text(findings: Mapping[str, Finding], keys: CurveKeys) -> str:
-    """Return, for each address, why no server with the invitation's key answered."""
+    """Return, for each address, why no server with the invitation's key replied."""
     texts, key = [], formats.fingerprint(keys[0])
     for address, finding in findings.items():
         error = connection_error(finding, address, keys)
         if error is None or finding is Finding.OTHER_SERVER:
             error = ConnectError(
                 f"{address}: no server with the key of this invitation ({key}) "
-                f"answered; check the address and the network, and that the server "
+                f"replied; check the address and the network, and that the server "
                 f"runs there; if it has a new key, ask for a new invitation"
             )
         texts.append(str(error))

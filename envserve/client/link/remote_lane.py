@@ -51,7 +51,7 @@ from envserve.session.states import ClientState
 from envserve.settings import EnvRequest
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
-from envserve.worker.channel import MAX_ANSWER_BYTES
+from envserve.worker.channel import MAX_REPLY_BYTES
 
 Operations = TypeVar("Operations")
 
@@ -135,7 +135,7 @@ class RemoteLane:
         self._waker = self._connection.waker
         keys = self._connection.keys
         self._diagnosis = Diagnosis(address, keys)
-        # Diagnose a missing connection and, without keys, a peer that does not answer
+        # Diagnose a missing connection and, without keys, a peer that does not reply to
         # HELLO. With keys, the connection proves that the peer is the server.
         self._diagnosed_states = _STARTING[: 1 if keys else 2]
         self._is_closing = False
@@ -166,7 +166,7 @@ class RemoteLane:
           deadline: Time until which to wait, as a value of `time.monotonic()`.
 
         Raises:
-          ConnectError: No server answers.
+          ConnectError: No server replies.
           EnvStartError: The envs could not be built, or not before the deadline.
           ServerError: The server rejected the request (EnvsBusy, for example), or
             speaks a different protocol version.
@@ -233,20 +233,20 @@ class RemoteLane:
 
     def submit_call(self, calls: Sequence[Call]) -> None:
         """Send requests to access attributes of envs in different blocks."""
-        self._submit(self._session.submit_call, calls, MAX_ANSWER_BYTES)
+        self._submit(self._session.submit_call, calls, MAX_REPLY_BYTES)
 
     def _submit(
         self,
         submit: Callable[[Operations, float], None],
         what: Operations,
-        max_answer_bytes: int = 0,
+        max_reply_bytes: int = 0,
     ) -> None:
         with self._lock:
             self._is_updating = True
             now = time.monotonic()
             driver = self._driver
-            if max_answer_bytes:
-                driver.raise_frame_limit(max_answer_bytes, now)
+            if max_reply_bytes:
+                driver.raise_frame_limit(max_reply_bytes, now)
             try:
                 submit(what, now)
             except EnvserveError:  # the session was not changed

@@ -26,8 +26,8 @@ from envserve.wire.handshake import Welcome
 from envserve.wire.sockets import raise_file_limit
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Maximum time to wait for a server's answer.
-_ANSWER_SECONDS: Final = 1.0
+#: Maximum time to wait for a server's reply.
+_REPLY_SECONDS: Final = 1.0
 #: Pause between two polls, and its increase for each server: a poll connects to every
 #: server, which takes several milliseconds of CPU time for each server with keys.
 _PAUSE_SECONDS: Final = 1.0
@@ -183,7 +183,7 @@ class ServerPool:
         if not is_full:
             most = max(lanes.values(), default=0)
             addresses = {at for at in addresses if lanes[at] + 2 <= most}
-        found = query_servers(addresses, _ANSWER_SECONDS, insecure=self._insecure)
+        found = query_servers(addresses, _REPLY_SECONDS, insecure=self._insecure)
         failed = {s: text for s, text in sources.items() if isinstance(text, str)}
         for name, error in {**failed, **found.errors}.items():
             if error not in self._reported:
@@ -218,11 +218,11 @@ def _try_resolve(source: str) -> tuple[str, ...] | str:
 
 
 class QueryResult(NamedTuple):
-    """The answers of several servers to HELLO.
+    """The replies of several servers to HELLO.
 
     Attributes:
-      welcomes: The WELCOME of each server by address; None if it did not answer.
-      errors: Error messages of servers that did not answer, by address.
+      welcomes: The WELCOME of each server by address; None if it did not reply.
+      errors: Error messages of servers that did not reply, by address.
     """
 
     welcomes: dict[str, Welcome | None]
@@ -232,7 +232,7 @@ class QueryResult(NamedTuple):
 def query_servers(
     addresses: Iterable[str], timeout_seconds: float, *, insecure: bool
 ) -> QueryResult:
-    """Send HELLO to all servers concurrently, and return their answers.
+    """Send HELLO to all servers concurrently, and return their replies.
 
     Raises:
       ConnectError: The process's limit on open files is too low.
@@ -272,19 +272,19 @@ def raise_file_limit_for(num_servers: int) -> None:
 
 
 def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]:
-    """Return the addresses of servers that answer and are not draining.
+    """Return the addresses of servers that reply and are not draining.
 
     If there are none, return all addresses.
     """
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
-        return [*only]  # no need to query it: `BatchEnv.connect` waits for its answer
+        return [*only]  # no need to query it: `BatchEnv.connect` waits for its reply
     found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]
     addresses = list(itertools.chain(*found))
-    seconds = 2 * _ANSWER_SECONDS
+    seconds = 2 * _REPLY_SECONDS
     welcomes = query_servers(addresses, seconds, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]
     return alive or list(welcomes)
 
 
 def _is_refused(address: str) -> bool:
-    return diagnose_connection(address, None, _ANSWER_SECONDS) is Finding.REFUSED
+    return diagnose_connection(address, None, _REPLY_SECONDS) is Finding.REFUSED

@@ -41,7 +41,7 @@ _ERRORS_SECONDS: Final = 10.0
 _MAX_SILENCE_SECONDS: Final = 5.0
 #: Time after which a lane moves even if some of its envs have not ended an episode yet.
 _MOVE_SECONDS: Final = 30.0
-#: Interval at which `SessionDriver.run` must be called while answers arrive in time. It
+#: Interval at which `SessionDriver.run` must be called while replies arrive in time. It
 #: is long to save CPU time, but shorter than the session's timeouts.
 _CHECK_SECONDS: Final = 0.5
 #: Maximum duration of `SessionDriver.run`, so that its callers meet their deadlines.
@@ -212,7 +212,7 @@ class SessionDriver:
         is_gone = server_pool.is_gone(attachment.address, since)
         if attachment.awaits_poll:
             return False
-        # If the server may still hold the envs, give it some time to answer.
+        # If the server may still hold the envs, give it some time to reply.
         may_recover = not (is_gone or attachment.is_recovering)
         is_urgent = now >= attachment.give_up_at - 1.0
         if may_recover and not (is_urgent or now >= since + _MAX_SILENCE_SECONDS):

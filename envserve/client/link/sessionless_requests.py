@@ -41,7 +41,7 @@ def request_welcome(
       context: ZeroMQ context that several requests share; by default a new one.
 
     Raises:
-      ConnectError: No server answered in time, or the connection failed; see
+      ConnectError: No server replied in time, or the connection failed; see
         `Connection`.
       ProtocolMismatch: The server speaks different protocol versions.
       RemoteProtocolError: The peer is not an envserve server.
@@ -50,9 +50,9 @@ def request_welcome(
     with contextlib.closing(
         Connection(address, insecure=insecure, context=context)
     ) as connection:
-        answer = request(connection, hello, MessageType.WELCOME, timeout_seconds)
+        reply = request(connection, hello, MessageType.WELCOME, timeout_seconds)
     with _naming_peer(address):
-        welcome = Welcome.decode(answer.body)
+        welcome = Welcome.decode(reply.body)
     check_versions(welcome, address)
     return welcome
 
@@ -60,17 +60,17 @@ def request_welcome(
 def request(
     connection: Connection,
     message: Message,
-    answer_type: MessageType,
+    reply_type: MessageType,
     timeout_seconds: float,
 ) -> Message:
-    """Send a request that belongs to no session, and return its answer.
+    """Send a request that belongs to no session, and return its reply.
 
-    Answers with a different request number are ignored.
+    Replies with a different request number are ignored.
 
     Raises:
-      ConnectError: No server answered in time.
+      ConnectError: No server replied in time.
       RemoteProtocolError: The peer is not an envserve server.
-      EnvserveError: The server answered with an error, which is raised here.
+      EnvserveError: The server replied with an error, which is raised here.
     """
     address = connection.address
     deadline = time.monotonic() + timeout_seconds
@@ -81,7 +81,7 @@ def request(
             sent_at = now
         is_sent = sent_at > -math.inf
         refusal = diagnosis.poll(now)
-        # Receive before raising `refusal`: a server may have answered and then exited.
+        # Receive before raising `refusal`: a server may have replied and then exited.
         if (frames := connection.receive()) is None:
             if refusal is not None:
                 raise refusal
@@ -93,16 +93,16 @@ def request(
             connection.wait(until - now, for_writing=not is_sent)
             continue
         with _naming_peer(address):
-            answer = decode(frames)
-            if answer.request != message.request:
+            reply = decode(frames)
+            if reply.request != message.request:
                 continue
-            if answer.type is MessageType.ERROR:
-                raise exception_of(ErrorBody.decode(answer.body), address)
-        if answer.type is answer_type:
-            return answer
+            if reply.type is MessageType.ERROR:
+                raise exception_of(ErrorBody.decode(reply.body), address)
+        if reply.type is reply_type:
+            return reply
     hint = "; another program may be listening there" if is_sent else ""
     raise ConnectError(
-        f"{address}: no server answered within {timeout_seconds:g} s"
+        f"{address}: no server replied within {timeout_seconds:g} s"
         f"{connection.tried_text}{hint}"
     )
 

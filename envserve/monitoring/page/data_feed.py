@@ -185,7 +185,7 @@ class DataFeed:
         This method may be called in any thread.
 
         Raises:
-          EnvserveError: There is no such env, or the server does not answer.
+          EnvserveError: There is no such env, or the server does not reply.
         """
         index, lease, row = tile
         if index >= len(self._pollers):

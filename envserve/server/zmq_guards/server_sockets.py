@@ -172,7 +172,7 @@ class ServerSockets:
                 socket.setsockopt(zmq.CURVE_SERVER, 1)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
                 # Without ZAP_DOMAIN, libzmq accepts every key. Without
-                # ZAP_ENFORCE_DOMAIN, it accepts every key while no handler answers.
+                # ZAP_ENFORCE_DOMAIN, it accepts every key while no handler replies.
                 socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.rotation = deque(self.by_number.values())

@@ -33,7 +33,8 @@ _VERSION: Final = b"1.0"
 #: Number of frames of a CURVE request; the last frame is the raw public key.
 _NUM_FRAMES: Final = 7
 _KEY_BYTES: Final = 32
-#: Maximum seconds to answer requests before other callbacks of the loop get their turn.
+#: Maximum seconds to reply to requests before other callbacks of the loop get their
+#: turn.
 _TURN_SECONDS: Final = 0.002
 #: Interval in seconds for checking whether `find` uses the current grants.
 _WAIT_SECONDS: Final = 0.005
@@ -66,7 +67,7 @@ class Zap:
         audit: Callable[[Audit], None] = lambda event: None,
         is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Start answering. Sockets of the context must not listen before this.
+        """Start replying. Sockets of the context must not listen before this.
 
         Args:
           context: ZeroMQ context of the sockets.
@@ -94,7 +95,7 @@ class Zap:
         loop.add_reader(event_fd(self._socket), self._on_requests)
 
     def close(self) -> None:
-        """Stop answering; from now on no client can connect."""
+        """Stop replying; from now on no client can connect."""
         self._loop.remove_reader(event_fd(self._socket))
         if self._scheduled is not None:
             self._scheduled.cancel()
@@ -116,7 +117,7 @@ class Zap:
         return user if count >= max(min_connections, admitted.total() * 0.6) else ""
 
     def _on_requests(self) -> None:
-        """Answer requests until the turn is over or no request is left.
+        """Reply to requests until the turn is over or no request is left.
 
         The descriptor is edge-triggered, so schedule another call if requests may be
         left.
@@ -135,12 +136,12 @@ class Zap:
                 except zmq.Again:
                     delay = math.inf
                     return
-                self._answer(frames)
+                self._reply(frames)
         finally:
             if delay < math.inf:
                 self._scheduled = self._loop.call_later(delay, self._on_requests)
 
-    def _answer(self, frames: Sequence[bytes]) -> None:
+    def _reply(self, frames: Sequence[bytes]) -> None:
         status, user = "300", ""
         try:
             status, user = self._decide(frames)

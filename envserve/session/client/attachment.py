@@ -55,7 +55,7 @@ _BUSY_SECONDS: Final = 5.0
 _DISCONNECTED_SECONDS: Final = 0.25
 #: If the lease is lost: seconds that a message to the server may remain unanswered
 #: before another server may take over.
-_ANSWER_SECONDS: Final = 1.0
+_REPLY_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.
 _SEARCH_SECONDS: Final = 3.0
@@ -73,7 +73,7 @@ class Attachment:
       error: Reason why the session is LOST; None otherwise.
       connect_error: Reason why there is no connection, if the transport found one.
       tried_text: Text with the addresses that the transport has tried for the host
-        name; a part of the error if no server answers.
+        name; a part of the error if no server replies.
       num_leases: Number of leases granted so far.
       attach_id: Request id of the latest ATTACH.
       client_blocks: The blocks and their operations; None until the first lease.
@@ -256,7 +256,7 @@ class Attachment:
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
         # If the server was already silent (an interrupted call may have been waiting
-        # for its answer), the loss is dated back to the beginning of the silence.
+        # for its reply), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
         loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
         self.client_blocks.mark_lost(error)
@@ -378,7 +378,7 @@ class Attachment:
     def _stalled(self) -> tuple[float, Request | None]:
         """Next time at which a request becomes overdue, and this request.
 
-        The server then counts as lost, even if it answers PINGs. Without unanswered
+        The server then counts as lost, even if it replies to PINGs. Without unanswered
         requests, the time is infinity and the request None.
         """
         is_ready = self.machine.state is ClientState.READY
@@ -394,7 +394,7 @@ class Attachment:
             self.fail(
                 self.connect_error
                 or ConnectError(
-                    f"{self.address}: no server answered within "
+                    f"{self.address}: no server replied within "
                     f"{self._timeouts.connect_seconds:g} s{self.tried_text}; check "
                     f"that `envserve start --bind {self.address}` is running there, "
                     f"and that this client can reach it over the network"
@@ -407,7 +407,7 @@ class Attachment:
         if stalled is not None and is_stalled:
             text, since = stalled.describe_stall(now), stalled.sent_at
         elif loss is None or state.has_envs:
-            text = self._requests.liveness.describe(now) or "no answer"
+            text = self._requests.liveness.describe(now) or "no reply"
         else:
             # The loss may be long past, so the text begins with the current state.
             current = self._requests.liveness.describe(now) or loss.refusal
@@ -461,7 +461,7 @@ class Attachment:
             search_at = self._stalled[0] - seconds
             return search_at if now >= search_at else None
         is_refused = self.is_rejected or loss.retry_at < math.inf
-        is_silent = is_isolated or now > liveness.silent_since + _ANSWER_SECONDS
+        is_silent = is_isolated or now > liveness.silent_since + _REPLY_SECONDS
         return min(since, loss.lost_at) if is_refused or is_silent else None
 
     def move_to(self, address: str, now: float, reason: str = "") -> list[Buffer]:

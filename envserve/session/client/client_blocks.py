@@ -52,9 +52,9 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: logged once.
 _MAX_WARNED: Final = 16
 
-#: Outcomes of a reply; the request that it answers, or None if the reply contains no
+#: Outcomes of a reply; the request that it replies to, or None if the reply contains no
 #: rows; and its body and payload.
-_Answer = tuple[list[Outcome], Request | None, Buffer, Buffer]
+_Reply = tuple[list[Outcome], Request | None, Buffer, Buffer]
 
 
 class _RowWriter:
@@ -89,7 +89,7 @@ class _RowWriter:
 
         Args:
           outcomes: Outcomes of these blocks.
-          request: The request that the message answers.
+          request: The request that the message replies to.
           body: Body of the message.
           payload: Payload of the message.
           lost: Indices of the blocks that are lost.
@@ -192,7 +192,7 @@ class ClientBlocks:
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
-        self._answers: list[_Answer] = []
+        self._replies: list[_Reply] = []
         #: Indices of blocks that an ABSENT from the server has listed.
         self._reported_absent: set[int] = set()
         self._warned: set[str] = set()
@@ -244,7 +244,7 @@ class ClientBlocks:
         return requests
 
     def _begin_episode(self, index: int) -> None:
-        """Answer a step without a request: the previous step has reset the envs."""
+        """Reply to a step without a request: the previous step has reset the envs."""
         write_pending(self.rows, self.blocks[index].row_slice)
         infos = dict[int, Mapping[str, Any]]()
         for row, (observation, info) in self._first_observations.pop(index).items():
@@ -253,7 +253,7 @@ class ClientBlocks:
             self.rows.status[row] = Status.OK
             if info:
                 infos[row] = info
-        self._answers.append(([Outcome(index, infos)], None, b"", b""))
+        self._replies.append(([Outcome(index, infos)], None, b"", b""))
         self.ended.add(index)
 
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
@@ -266,7 +266,7 @@ class ClientBlocks:
                 self._first_observations[reset.block] = remaining
             self._lost_at_end.discard(reset.block)
         if self.is_vacant:
-            self._answers.append(([Outcome(r.block) for r in resets], None, b"", b""))
+            self._replies.append(([Outcome(r.block) for r in resets], None, b"", b""))
             self.ended.update([reset.block for reset in resets])
             return []
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
@@ -333,7 +333,7 @@ class ClientBlocks:
 
     # Results.
 
-    def accept_usual_answer(self, request: Request, frame: Buffer) -> bool:
+    def accept_usual_reply(self, request: Request, frame: Buffer) -> bool:
         """Store the frame that `Requests.step_answered_by` has recognised.
 
         This is faster than `accept_result`. Return False, and change nothing, if the
@@ -347,8 +347,8 @@ class ClientBlocks:
             del self.in_flight[block]
             self.ended.add(block)
             outcomes.append(self._plain_outcomes[block])
-        body = frame[len(request.answer_head) :]
-        self._answers.append((outcomes, request, body, b""))
+        body = frame[len(request.reply_head) :]
+        self._replies.append((outcomes, request, body, b""))
         return True
 
     def accept_result(self, request: Request, message: Message) -> None:
@@ -380,7 +380,7 @@ class ClientBlocks:
                     self._outcome(block, request, message, reported.get(block))
                 )
         answered = None if request.part is None else request
-        self._answers.append((outcomes, answered, message.body, message.payload))
+        self._replies.append((outcomes, answered, message.body, message.payload))
         if self.absent or self._reported_absent:
             self.absent_is_stale = True
             self._reported_absent.difference_update(
@@ -437,7 +437,7 @@ class ClientBlocks:
 
     def _fail_block(self, block: int, error: EnvserveError) -> None:
         del self.in_flight[block]
-        self._answers.append(([Outcome(block, error=error)], None, b"", b""))
+        self._replies.append(([Outcome(block, error=error)], None, b"", b""))
         self.ended.add(block)
         self._reported_absent.discard(block)
         self.absent_is_stale = True
@@ -492,7 +492,7 @@ class ClientBlocks:
     def discard_all(self) -> None:
         """Discard all operations in flight, and all results not yet collected."""
         self.in_flight.clear()
-        self._answers.clear()
+        self._replies.clear()
         self._reported_absent.clear()
         self._writer.finals_written.clear()
         self._lost_at_end.clear()
@@ -508,10 +508,10 @@ class ClientBlocks:
         If a result violates the protocol, the outcomes of its blocks contain the error,
         which is also stored in `protocol_error`.
         """
-        answers, self._answers = self._answers, []
+        replies, self._replies = self._replies, []
         self.ended.clear()
         collected: list[Outcome] = []
-        for outcomes, request, body, payload in answers:
+        for outcomes, request, body, payload in replies:
             if request is not None:
                 try:
                     deferred = self._first_observations

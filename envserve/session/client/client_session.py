@@ -41,7 +41,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
 #: Types of requests that acquire a lease.
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
-#: Messages that answer no operation, but do not count as late replies.
+#: Messages that reply to no operation, but do not count as late replies.
 _NOTICES: Final = frozenset(
     {MessageType.BUILDING, MessageType.PONG, MessageType.DRAIN, MessageType.ABSENT}
 )
@@ -59,7 +59,7 @@ class ClientSession:
       outbox: Frames to send, by key, in sending order. The transport deletes entries
         that it has sent.
       attachment: State of the lease that this client holds on the server.
-      num_late_messages: Number of messages that answered no request.
+      num_late_messages: Number of messages that replied to no request.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class ClientSession:
             and client_blocks is not None
             and not liveness.is_unreachable
             and now - liveness.silent_since <= PING_SECONDS
-            and client_blocks.accept_usual_answer(request, frames[0])
+            and client_blocks.accept_usual_reply(request, frames[0])
         ):
             liveness.silent_since, liveness.ping_at = math.inf, now + PING_SECONDS
             requests.remove(request.id)
@@ -256,7 +256,7 @@ class ClientSession:
             return self._count_unsolicited(message.type, frames, now)
         if liveness.is_unreachable and client_blocks is not None:
             client_blocks.absent_is_stale = True
-            _LOGGER.warning("%s: the server answers again", self.address)
+            _LOGGER.warning("%s: the server replies again", self.address)
         liveness.record_message(now)
         # A WELCOME with a new boot id does not count as a restart, because it may
         # be a delayed message from before a restart.
@@ -274,7 +274,7 @@ class ClientSession:
     def _count_unsolicited(
         self, kind: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
-        """Count a message that answers no request; abort if there are too many."""
+        """Count a message that replies to no request; abort if there are too many."""
         self.num_late_messages += num_late
         if self.state.is_over:
             return
@@ -352,7 +352,7 @@ def _on_result(session: ClientSession, message: Message, now: float) -> bool:
     if request is None or attachment.client_blocks is None:
         return False
     attachment.client_blocks.accept_result(request, message)
-    requests.record_answer(request, message)
+    requests.record_reply(request, message)
     attachment.lost_lease = None  # the new lease has produced a result
     return True
 

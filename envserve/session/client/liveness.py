@@ -24,7 +24,7 @@ _DISCONNECTED_SECONDS: Final = 1.0
 _SUSPENDED_SECONDS: Final = 5.0
 #: Maximum number of unsolicited messages per second, plus `_MAX_COPIES` for each piece
 #: of the longest reply (`ClientBlocks.num_pieces`): a server that was suspended for a
-#: minute then answers all copies of a request, and only the first reply is expected.
+#: minute then replies to all copies of a request, and only the first reply is expected.
 _MAX_UNSOLICITED: Final = 1000
 _MAX_COPIES: Final = 32
 
@@ -61,9 +61,9 @@ class LostLease:
       busy_until: Time at which to stop retrying if other clients have the envs.
       detach_frames: DETACH that frees the lost lease; empty if the server does not
         hold it.
-      stalled_address: Address of the server if it answered PINGs, but not requests;
-        otherwise "". A new lease from this server does not clear `give_up_error`; only
-        a reply does.
+      stalled_address: Address of the server if it replied to PINGs, but not to
+        requests; otherwise "". A new lease from this server does not clear
+        `give_up_error`; only a reply does.
       refusal: Text of the latest refusal of a new lease; "" if there is none.
     """
 
@@ -104,14 +104,14 @@ class Liveness:
         self.ping_at = now + PING_SECONDS
         self.is_unreachable = False
 
-    def expect_answer(self, now: float) -> None:
-        """Record that a message that requires an answer was sent."""
+    def expect_reply(self, now: float) -> None:
+        """Record that a message that requires a reply was sent."""
         self.silent_since = min(self.silent_since, now)
 
     def record_ping(self, now: float) -> None:
         """Record that a PING was sent."""
         self.ping_at = now + PING_SECONDS
-        self.expect_answer(now)
+        self.expect_reply(now)
 
     def record_disconnect(self, now: float) -> None:
         """Record that the connection is broken."""
@@ -126,7 +126,7 @@ class Liveness:
         if self.disconnected_since < math.inf:
             return f"no connection for {now - self.disconnected_since:.0f} s"
         silent_seconds = now - self.silent_since
-        return f"no answer for {silent_seconds:.0f} s" if silent_seconds > 1 else ""
+        return f"no reply for {silent_seconds:.0f} s" if silent_seconds > 1 else ""
 
     def detect_suspension(self, now: float) -> float:
         """Return for how many seconds this client was suspended; 0 if it was not.
@@ -152,7 +152,7 @@ class Liveness:
 
 
 class UnsolicitedLimit:
-    """Limits the number of messages per second that answer no request.
+    """Limits the number of messages per second that reply to no request.
 
     These messages are PONGs, notices (BUILDING, ABSENT, DRAIN), and late replies. An
     envserve server sends few of them.

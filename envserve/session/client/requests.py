@@ -45,7 +45,7 @@ _LOST_IGNORED: Final = 3
 #: times, so that the client can find another server in the meantime.
 _MIN_IGNORED_SECONDS: Final = 8.0
 #: Types of operations, and of the replies to them.
-_ANSWERS: Final[Mapping[MessageType, MessageType]] = {
+_REPLIES: Final[Mapping[MessageType, MessageType]] = {
     MessageType.STEP: MessageType.RESULT,
     MessageType.RESET: MessageType.RESULT,
     MessageType.CALL: MessageType.CALL_RESULT,
@@ -74,7 +74,7 @@ class Request:
       id: Request id; 0 until it is sent.
       answered_blocks: Indices of the blocks that were answered separately.
       frames: Frames of the original or, once it was resent, of the latest copy.
-      answer_head: First bytes of the usual answer to a STEP, up to its body; see
+      reply_head: First bytes of the usual reply to a STEP, up to its body; see
         `Requests.step_answered_by`.
       attempt: Number of times that the request was resent.
       resend_at: Time at which the next copy is sent, in monotonic seconds.
@@ -97,7 +97,7 @@ class Request:
     id: int = 0
     answered_blocks: set[int] = field(default_factory=set)
     frames: list[Buffer] = field(default_factory=list)
-    answer_head: bytes = b""
+    reply_head: bytes = b""
     attempt: int = 0
     resend_at: float = math.inf
     resend_delay: float = _FIRST_RESEND_SECONDS
@@ -113,18 +113,18 @@ class Request:
 
     @property
     def unanswered_blocks(self) -> list[int]:
-        """Indices of the blocks without an answer; empty for a HELLO, for example."""
+        """Indices of the blocks without a reply; empty for a HELLO, for example."""
         answered = self.answered_blocks
         return [block for block, _ in self.entries if block not in answered]
 
     def describe_stall(self, now: float) -> str:
-        """Return a description of a request that the server does not answer."""
+        """Return a description of a request that the server does not reply to."""
         operation = f"{self.type.name} of block {self.unanswered_blocks[0]}"
         seconds = now - self.sent_at
         if not self.num_ignored:
             return f"the server has not finished {operation} within {seconds:.0f} s"
         attempts = f"{self.attempt + 1} attempts in {seconds:.0f} s"
-        return f"the server answers, but ignores {operation}: {attempts}"
+        return f"the server replies, but ignores {operation}: {attempts}"
 
 
 class Requests:
@@ -161,20 +161,20 @@ class Requests:
         request.frames = pack(kind, numbers, number, entries, request.body, payload)
         if kind is MessageType.STEP and request.part is not None:
             size = request.part.num_result_bytes
-            request.answer_head = result_head(request.frames[0], len(entries), size)
+            request.reply_head = result_head(request.frames[0], len(entries), size)
         request.attempt, request.sent_at = 0, now
         request.resend_at = now + _FIRST_RESEND_SECONDS
         request.resend_delay = _FIRST_RESEND_SECONDS
         self.unanswered[number] = request
         self.outbox[number] = request.frames
-        # `expect_answer` is inlined here, because this method runs at every step.
+        # `expect_reply` is inlined here, because this method runs at every step.
         if self.liveness.silent_since == math.inf:
             self.liveness.silent_since = now
 
     def step_answered_by(self, frames: Sequence[Buffer]) -> Request | None:
-        """Return the STEP that these frames answer in the usual way, or None.
+        """Return the STEP that these frames reply to in the usual way, or None.
 
-        The usual answer is a single frame, without a report, that covers all blocks of
+        The usual reply is a single frame, without a report, that covers all blocks of
         the request and ends no episode. Comparing its beginning with the expected bytes
         is much cheaper than decoding the message.
         """
@@ -186,7 +186,7 @@ class Requests:
             request is None
             or request.part is None
             or request.answered_blocks
-            or not (expected := request.answer_head)
+            or not (expected := request.reply_head)
             or head[: len(expected)] != expected
             or len(head) != len(expected) + request.part.num_result_bytes
         ):
@@ -194,15 +194,15 @@ class Requests:
         return request
 
     def answered_by(self, message: Message) -> Request | None:
-        """Return the request that a RESULT or CALL_RESULT answers, or None.
+        """Return the request that a RESULT or CALL_RESULT replies to, or None.
 
-        The message answers either the whole request, or a single block that was not
+        The message replies to the whole request, or to a single block that was not
         answered yet.
         """
         request = self.unanswered.get(message.request)
         if (
             request is None
-            or message.type is not _ANSWERS.get(request.type)
+            or message.type is not _REPLIES.get(request.type)
             or message.epoch != self.epoch
         ):
             return None
@@ -214,7 +214,7 @@ class Requests:
             return request
         return None
 
-    def record_answer(self, request: Request, message: Message) -> None:
+    def record_reply(self, request: Request, message: Message) -> None:
         """Record that a request, or one of its blocks, was answered."""
         if message.entries != request.entries:
             request.answered_blocks.add(message.entries[0][0])
@@ -241,7 +241,7 @@ class Requests:
                     2 * request.resend_delay, _MAX_RESEND_SECONDS
                 )
                 self._send_again(request, now)
-                self.liveness.expect_answer(now)
+                self.liveness.expect_reply(now)
         return self.num_resends > previous
 
     def resend_all(self, now: float) -> None:
@@ -251,7 +251,7 @@ class Requests:
             if request.id not in self.outbox:
                 request.resend_delay = _FIRST_RESEND_SECONDS
                 self._send_again(request, now)
-        self.liveness.expect_answer(now)
+        self.liveness.expect_reply(now)
 
     def _send_again(self, request: Request, now: float) -> None:
         request.attempt += 1
@@ -319,7 +319,7 @@ class Requests:
         return min((r.resend_at for r in self.unanswered.values()), default=math.inf)
 
     def ping(self, now: float) -> None:
-        """Send a PING, which the server answers with a PONG of the same number."""
+        """Send a PING, to which the server replies with a PONG of the same number."""
         self._last_id += 1
         self.outbox.pop(_PING_KEY, None)  # the new PING must follow the other frames
         self.outbox[_PING_KEY] = self.pack(MessageType.PING, self._last_id)

@@ -103,25 +103,25 @@ class BeginDrain(NamedTuple):
     """Begin to drain the server, as SIGTERM does."""
 
 
-# Requests whose answers the event loop has to compute. The event loop passes an answer
-# to `ServerProtocol.answer`, and a Refusal or RemoteProtocolError to
+# Requests whose replies the event loop has to compute. The event loop passes a reply
+# to `ServerProtocol.reply`, and a Refusal or RemoteProtocolError to
 # `ServerProtocol.refuse`.
 
 
 class ReplyWelcome(NamedTuple):
-    """Answer a HELLO with the `Welcome` for its user."""
+    """Reply to a HELLO with the `Welcome` for its user."""
 
     request: Message
 
 
 class ReplyStatus(NamedTuple):
-    """Answer a STATUS with the `ServerStatus` that its user may see."""
+    """Reply to a STATUS with the `ServerStatus` that its user may see."""
 
     request: Message
 
 
 class ReplyFrame(NamedTuple):
-    """Answer a FRAME with rendered frames or a flight record from a session's pool."""
+    """Reply to a FRAME with frames or a flight record from a session's pool."""
 
     request: Message
     session: SessionId
@@ -129,7 +129,7 @@ class ReplyFrame(NamedTuple):
 
 
 class EnrolKey(NamedTuple):
-    """Replace an invitation with a public key, and answer the JOIN."""
+    """Replace an invitation with a public key, and reply to the JOIN."""
 
     request: Message
     public_key: bytes

@@ -145,7 +145,7 @@ class LeaseRecord:
         """Return a header for `ReplyBuilder`, to send a notice to the client.
 
         Args:
-          request: Id of the request that the notice answers; 0 if it answers none.
+          request: Id of the request that the notice replies to; 0 if there is none.
         """
         return Message(
             MessageType.ATTACH,

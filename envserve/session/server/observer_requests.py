@@ -32,7 +32,7 @@ class ObserverRequests:
         self._next_due: dict[str, float] = {}
 
     def handle(self, request: Message, now: float) -> list[Decision]:
-        """Return the decision that answers a request, if the rate limit allows it.
+        """Return the decision that replies to a request, if the rate limit allows it.
 
         Otherwise, return an empty list. The client then resends its request.
 

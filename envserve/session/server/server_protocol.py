@@ -63,8 +63,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _FIRST_SERVER_TYPE: Final = 128
 #: Types of requests that the envs execute.
 _OPERATIONS: Final = frozenset({MessageType.STEP, MessageType.RESET, MessageType.CALL})
-#: Types of the requests that a `RequestDecision` answers, and of their replies.
-_ANSWER_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
+#: Types of the requests that `RequestDecision`s reply to, and of the replies.
+_REPLY_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.HELLO: MessageType.WELCOME,
     MessageType.STATUS: MessageType.STATUS_RESULT,
     MessageType.FRAME: MessageType.FRAME_RESULT,
@@ -156,7 +156,7 @@ class ServerProtocol:
     def refuse(
         self, request: Message, error: Refusal | RemoteProtocolError, now: float
     ) -> list[Decision]:
-        """Answer a refused or malformed request with an ERROR."""
+        """Reply to a refused or malformed request with an ERROR."""
         if isinstance(error, RemoteProtocolError):
             return [
                 self._reply_builder.refused(request, ErrorCode.BAD_MESSAGE, str(error))
@@ -166,15 +166,15 @@ class ServerProtocol:
             self._reply_builder.error(request, error.body),
         ]
 
-    def answer(
+    def reply(
         self, request: Message, body: bytes = b"", payload: bytes = b""
     ) -> list[Decision]:
-        """Answer the request of a `RequestDecision`."""
-        kind = _ANSWER_TYPES[request.type]
+        """Reply to the request of a `RequestDecision`."""
+        kind = _REPLY_TYPES[request.type]
         return [self._reply_builder.reply(request, kind, body, payload=payload)]
 
     def receive_failed(self, peer: Peer, frames: Sequence[Buffer]) -> list[Decision]:
-        """Answer a message whose handling raised an exception, and end its session.
+        """Reply to a message whose handling raised an exception, and end its session.
 
         The message may have been handled in part, so the session cannot continue.
         """
@@ -182,7 +182,7 @@ class ServerProtocol:
         return [] if header is None else self.request_failed(header)
 
     def request_failed(self, request: Message) -> list[Decision]:
-        """Answer a request that caused an exception, and end its session."""
+        """Reply to a request that caused an exception, and end its session."""
         body = ErrorBody(
             code=ErrorCode.INTERNAL,
             executed=Executed.UNKNOWN,
@@ -204,7 +204,7 @@ class ServerProtocol:
         if kind is MessageType.HELLO:
             return self._on_hello(message)
         if _is_from_server(message):
-            self.num_dropped_messages += 1  # answering it could start an endless loop
+            self.num_dropped_messages += 1  # a reply could start an endless loop
             return []
         if message.version != VERSION:
             raise version_mismatch(message.version)
@@ -368,7 +368,7 @@ class ServerProtocol:
         outcomes: Sequence[Outcome],
         absent: Collection[int] = (),
     ) -> list[Decision]:
-        """Answer operations that have ended or become absent; see `Lease.finish`."""
+        """Reply to operations that have ended or become absent; see `Lease.finish`."""
         record = self.leases[session_id]
         if record.lease is None:  # the lease is CLOSING
             return []

@@ -37,7 +37,7 @@ _MAX_DIAGNOSIS_SECONDS: Final = 1.5
 _CONFIRM_SECONDS: Final = 0.5
 #: The first part of a ZMTP 3 greeting (signature and major version), after which the
 #: peer sends its whole greeting. If the peer sends nothing, this client also sends line
-#: breaks, because a web server answers only complete lines.
+#: breaks, because a web server replies only to complete lines.
 _OUR_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03"
 #: The rest of the greeting, for the NULL mechanism (without keys). A peer with the same
 #: mechanism then sends its socket type.
@@ -287,7 +287,7 @@ def unknown_key_error(address: str, error: ConnectError) -> ConnectError:
         finding = Finding.USES_NO_KEYS
     text = str(error)
     if finding is Finding.UNKNOWN:
-        text += "; no program answers at this address now"
+        text += "; no program replies at this address now"
     elif finding is not Finding.NEEDS_KEYS:
         text = str(connection_error(finding, address, None))
     if joined := _joined_addresses(address):
@@ -332,8 +332,8 @@ class Diagnosis:
 
     Attributes:
       is_final: Whether the last finding is permanent. Some findings are not: an unknown
-        client can still be invited, and an unknown host or a server that refuses or
-        does not answer may just be starting.
+        client can still be invited, and an unknown host, or a server that does not
+        accept connections or does not reply, may just be starting.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Resolve host names in separate threads.
 
 libzmq would resolve them in the I/O thread that serves all sockets, and block there
-while a name server does not answer.
+while a name server does not reply.
 """
 
 from __future__ import annotations
