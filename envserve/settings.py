@@ -330,7 +330,7 @@ class WorkerSettings(_Validated):
 class HostSettings(WorkerSettings):
     """Permissions and limits that a host sets for its clients.
 
-    Requests for envs, arguments and attributes that are not allowed here are refused.
+    Requests for envs, arguments and attributes that are not allowed here are rejected.
     The docstring below each field is also the help text of its `envserve start` option.
     """
 
@@ -389,8 +389,8 @@ class HostSettings(WorkerSettings):
     """Maximum growth of the server's memory by buffered messages in MiB; beyond that,
     the server closes all connections, and clients reconnect."""
     audit: str | None = None
-    """File of the audit log, which gets one JSON line for each lease, refusal, new key
-    and revoked key; only the server's user can read it."""
+    """File of the audit log, which gets one JSON line for each lease, rejection, new
+    key and revoked key; only the server's user can read it."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """HTTP port for Prometheus metrics, which can be read without a key; 0 selects a
     free port. By default, metrics are disabled."""

@@ -251,7 +251,7 @@ class ProbeClient:
         """Lease and reset envs; return this client. `changes` replace fields of ATTACH.
 
         Raises:
-          SkipRule: The server refuses the request.
+          SkipRule: The server rejects the request.
         """
         fields = {**_ATTACH_FIELDS, "env_name": self.subject.env_name, **changes}
         self.attached = self.message(2, Attach(**fields).encode(), epoch=0)

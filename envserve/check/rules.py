@@ -131,7 +131,7 @@ def types(c: ProbeClient) -> None:
 
 @rule("Frame 0", with_lease=True)
 def lengths(c: ProbeClient) -> None:
-    """Refuse messages with wrong or excessive lengths in frame 0."""
+    """Reject messages with wrong or excessive lengths in frame 0."""
     ping = c.message(MessageType.PING)
     c.expect_error(ping, _BAD, sent=[bytes(encode(ping)[0]) + b"x"])
     c.expect_error(c.message(MessageType.ATTACH, bytes(5000)), _BAD)
@@ -159,7 +159,7 @@ def _attach(c: ProbeClient, **changes: Any) -> Message:
 
 @rule("Msgpack")
 def encodings(c: ProbeClient) -> None:
-    """Refuse invalid or too deeply nested msgpack; ignore unknown fields."""
+    """Reject invalid or too deeply nested msgpack; ignore unknown fields."""
     deep = b"\x91" * 40 + b"\xc0"
     for body in (b"", b"\xc1", b"\x81", deep, b"\xdd\xff\xff\xff\xff", b"\xd4\5\0"):
         c.expect_error(c.message(MessageType.ATTACH, body), _BAD)
@@ -169,7 +169,7 @@ def encodings(c: ProbeClient) -> None:
 
 @rule("ATTACH")
 def bad_attach(c: ProbeClient) -> None:
-    """Refuse an invalid or unsatisfiable ATTACH with the matching error code."""
+    """Reject an invalid or unsatisfiable ATTACH with the matching error code."""
     for changes in ({"num_envs": 0}, {"seed": -1}, {"autoreset": "?"}, {"seed": "7"}):
         c.expect_error(_attach(c, **changes), _BAD)
     others = ErrorCode.UNKNOWN_ENV, ErrorCode.ENVS_BUSY, ErrorCode.REFUSED
@@ -189,7 +189,7 @@ def granted(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def attached_again(c: ProbeClient) -> None:
-    """Rule 2: Reply identically to a copy of ATTACH; refuse a different ATTACH."""
+    """Rule 2: Reply identically to a copy of ATTACH; reject a different ATTACH."""
     copy = replace(c.attached, attempt=c.attached.attempt + 1)
     reply = c.request(copy, MessageType.GRANTED, MessageType.BUILDING)
     is_same = reply.body == c.granted or reply.type is MessageType.BUILDING
@@ -199,7 +199,7 @@ def attached_again(c: ProbeClient) -> None:
 
 @rule("Rules of the server", with_lease=True)
 def fenced(c: ProbeClient) -> None:
-    """Rule 1: Refuse a wrong boot id or epoch (FENCED), or session (LEASE_LOST)."""
+    """Rule 1: Reject a wrong boot id or epoch (FENCED), or session (LEASE_LOST)."""
     for message in (c.message(MessageType.PING), c.next_step()):
         c.expect_error(replace(message, boot=c.subject.boot ^ 2), ErrorCode.FENCED)
         c.expect_error(replace(message, epoch=c.epoch + 1), ErrorCode.FENCED)
@@ -269,7 +269,7 @@ def seqs(c: ProbeClient) -> None:
 
 @rule("STEP", with_lease=True)
 def bad_steps(c: ProbeClient) -> None:
-    """Refuse a STEP with a wrong size, no blocks, or unknown or repeated blocks."""
+    """Reject a STEP with a wrong size, no blocks, or unknown or repeated blocks."""
     (block, seq), *others = c.next_step().entries
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
@@ -279,7 +279,7 @@ def bad_steps(c: ProbeClient) -> None:
 
 @rule("STEP", with_lease=True)
 def bad_actions(c: ProbeClient) -> None:
-    """Refuse actions outside the action space."""
+    """Reject actions outside the action space."""
     leaf = c.spec.action_leaves[0]
     is_float, maximum = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
     allows_all = leaf.is_encoded or leaf.dtype.kind == "b"
@@ -384,7 +384,7 @@ def disabled(c: ProbeClient) -> None:
 
 @rule("CALL", with_lease=True)
 def calls(c: ProbeClient) -> None:
-    """Refuse a CALL of an attribute that the server does not expose."""
+    """Reject a CALL of an attribute that the server does not expose."""
     hidden = CallBody.from_calls([Call(0, (0,), "get", "_hidden", b"\x92\x90\x80")])
     call = c.operation(MessageType.CALL, [0], hidden.encode())
     c.expect_error(call, ErrorCode.REFUSED, _BAD)

@@ -26,8 +26,8 @@ def drain(
     """Stop a server once its running episodes have ended; wait until it has exited.
 
     The server waits up to its --drain-grace seconds for running episodes. Exit
-    codes: 0 once the server has exited, 1 if it does not reply or refuses, 3 if it is
-    still running after the timeout.
+    codes: 0 once the server has exited, 1 if it does not reply or rejects the request,
+    3 if it is still running after the timeout.
 
     Args:
       timeout: Seconds to wait for the server to exit.
@@ -69,6 +69,7 @@ def drain(
                         )
                     connection.wait(0.1, for_writing=False)
     except EnvserveError as error:
-        # The server reports a refusal as EnvStartError, which is no error in the input.
+        # The server reports a rejection as EnvStartError, which is no error in the
+        # input.
         fail(error, 1 if isinstance(error, EnvStartError) else None)
     print(f"{address}: the server has drained and exited")

@@ -90,14 +90,14 @@ def new(
     print(f"new {role} key: {formats.fingerprint(pair.public)}")
     if role == "server":
         print(
-            "Restart the servers that use the old key. Clients refuse the new key "
+            "Restart the servers that use the old key. Clients reject the new key "
             "until they join again: envserve invite NAME --at ADDRESS, and on each "
             "client: envserve join --replace"
         )
     else:
         print(
             "Restart your servers: they accept the old key until then. Other users' "
-            "servers refuse the new key. On each of them, run: envserve clients remove "
+            "servers reject the new key. On each of them, run: envserve clients remove "
             "NAME, envserve invite NAME --at ADDRESS; then run here: envserve join"
         )
 

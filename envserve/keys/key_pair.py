@@ -41,7 +41,7 @@ class KeyPair:
             ) from None
 
     def __reduce__(self) -> NoReturn:
-        """Refuse pickling and copying, so that the secret stays where it was read."""
+        """Reject pickling and copying, so that the secret stays where it was read."""
         raise TypeError("a key pair cannot be pickled; read it where it is needed")
 
 

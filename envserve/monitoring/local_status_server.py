@@ -108,11 +108,11 @@ class LocalStatusServer:
             frame_request = FrameRequest.decode(request.body)
             if not 1 <= frame_request.lease <= len(self._pools):
                 text = f"there is no lease {frame_request.lease}"
-                return self._replies.refused(request, ErrorCode.LEASE_LOST, text)
+                return self._replies.rejection(request, ErrorCode.LEASE_LOST, text)
             inspector = self._pools[frame_request.lease - 1].inspector
             result, record = inspector.read_frames(frame_request)
         except RemoteProtocolError as error:
-            return self._replies.refused(request, ErrorCode.BAD_MESSAGE, str(error))
+            return self._replies.rejection(request, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
         return self._replies.reply(request, kinds.FRAME_RESULT, body, payload=record)
 

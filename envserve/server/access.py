@@ -1,6 +1,6 @@
 """Manages the keys of a server and of its authorised clients.
 
-Authorisation fails closed: the server does not start until its socket has refused an
+Authorisation fails closed: the server does not start until its socket has rejected an
 unknown key.
 """
 
@@ -27,7 +27,8 @@ from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Time limit for the refusal of the self-test's connection, which uses an unknown key.
+#: Time limit for the rejection of the self-test's connection, which uses an unknown
+#: key.
 _SELF_TEST_SECONDS: Final = 5.0
 
 
@@ -139,7 +140,7 @@ class Access:
 
 
 async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) -> None:
-    """Connect with an unknown key; raise SelfTestError unless it is refused."""
+    """Connect with an unknown key; raise SelfTestError unless it is rejected."""
     zap.is_quiet = True
     with sockets.listening_on_loopback() as address:
         failure = await asyncio.to_thread(_try_unknown_key, address, server_public)
@@ -147,14 +148,14 @@ async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) 
     zap.counts.clear()
     if failure or sockets.has_unread():
         raise SelfTestError(
-            f"self-test: expected an unknown key to be refused, but "
+            f"self-test: expected an unknown key to be rejected, but "
             f"{failure or 'its message was received'}. The server does not start, "
             f"because anyone could connect. Please report this bug."
         )
 
 
 def _try_unknown_key(address: str, server_public: bytes) -> str:
-    """Connect with a new key; return "" if it is refused, otherwise an explanation."""
+    """Connect with a new key; return "" if it is rejected, otherwise an explanation."""
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     use_keys(socket, server_public, KeyPair.generate())
@@ -163,16 +164,16 @@ def _try_unknown_key(address: str, server_public: bytes) -> str:
     )
     try:
         socket.connect(address)
-        with suppress(zmq.Again):  # the key may already have been refused
+        with suppress(zmq.Again):  # the key may already have been rejected
             socket.send(b"?", zmq.NOBLOCK)
         if not monitor.poll(int(1000 * _SELF_TEST_SECONDS)):
             return f"there was no reply within {_SELF_TEST_SECONDS:g} s"
         event = recv_monitor_message(monitor)
-        is_refused = (
+        is_rejected = (
             event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
             and event["value"] == UNKNOWN_KEY
         )
-        if is_refused:
+        if is_rejected:
             return ""
         return f"ZeroMQ reported {event['event']!r} with value {event['value']}"
     finally:

@@ -1,7 +1,8 @@
-"""Writes the audit log: a JSON line for each lease, refusal, new key and revoked key.
+"""Writes the audit log: a JSON line for each lease, rejection, new key and revoked key.
 
-If a user is refused repeatedly within a second, the log gets two lines: the first
-refusal, and the last one with a count. A write error is logged and has no other effect.
+If a user is rejected repeatedly within a second, the log gets two lines: the first
+rejection, and the last one with a count. A write error is logged and has no other
+effect.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class AuditLog:
         Args:
           path: Path of the file.
           describe: Returns a user's key fingerprint and address, each "" if unknown.
-          loop: Event loop whose timer writes the counts of repeated refusals.
+          loop: Event loop whose timer writes the counts of repeated rejections.
 
         Raises:
           ServerError: The file cannot be opened.
@@ -57,7 +58,7 @@ class AuditLog:
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags, 0o600)
-            # Refuse devices such as /dev/null, because chmod would affect other users.
+            # Reject devices such as /dev/null, because chmod would affect other users.
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 os.close(self._file)
                 raise OSError(errno.EINVAL, "it is not a regular file")

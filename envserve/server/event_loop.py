@@ -58,7 +58,7 @@ from envserve.session.server.decisions import (
     SessionId,
     StartPool,
 )
-from envserve.session.server.policy import Refusal
+from envserve.session.server.policy import Rejection
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.text import LogThrottle
@@ -321,7 +321,7 @@ class ServerLoop:
                 body = result.encode()
             else:
                 assert self._access is not None, (
-                    "the protocol refuses JOIN without keys"
+                    "the protocol rejects JOIN without keys"
                 )
                 # Record the address that sent this message, because several clients may
                 # be connected with the same invitation.
@@ -329,14 +329,14 @@ class ServerLoop:
                 name, body = self._access.enrol(user, decision.public_key), b""
                 self._audit(Audit("joined", name, address=address))
             return self._protocol.reply(request, body, payload)
-        except (Refusal, RemoteProtocolError) as error:
-            return self._protocol.refuse(request, error, now)
+        except (Rejection, RemoteProtocolError) as error:
+            return self._protocol.reject(request, error, now)
         except Exception:
             self._log_failure("a message could not be handled")
             return self._protocol.request_failed(request)
 
     def _welcome(self, user: str) -> Welcome:
-        """Return the WELCOME for a user; raise Refusal if its key is not valid."""
+        """Return the WELCOME for a user; raise Rejection if its key is not valid."""
         return replace(
             self._protocol.leases.welcome_for(user),
             is_starting=not self._launcher.has_imported,

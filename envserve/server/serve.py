@@ -71,7 +71,7 @@ async def serve(
 
     Raises:
       KeyFileError: A key file cannot be used, or no client has a key.
-      SelfTestError: The server does not refuse an unknown key.
+      SelfTestError: The server does not reject an unknown key.
       ServerError: The server cannot listen on an address or on the metrics port.
       UnknownEnv: A name in `vector_envs` is not offered.
       EnvStartError: A module cannot be imported, or a name in `env_names` is not
@@ -264,9 +264,9 @@ def _ignore_event(event: Audit) -> None:
 
 
 def _connection_counts(sockets: ServerSockets, zap: Zap | None) -> Mapping[str, int]:
-    """Return the numbers of refused keys and of calls to `reopen`, by metric name."""
-    refused = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
-    return {"refused_keys_total": refused, "reopened_total": sockets.num_reopened}
+    """Return the numbers of rejected keys and of calls to `reopen`, by metric name."""
+    rejected = zap.counts["300"] + zap.counts["400"] if zap is not None else 0
+    return {"refused_keys_total": rejected, "reopened_total": sockets.num_reopened}
 
 
 async def _close_revoked(access: Access, server: ServerLoop) -> None:

@@ -9,7 +9,7 @@ import { Reply, Router } from "zeromq";
 
 import { envSeed, Grid, NAME, NUM_ACTIONS, NUM_OBSERVED } from "./grid.mjs";
 import { replyToZap, socketOptions } from "./keys.mjs";
-import { Code, pack, packRows, read, Refusal, Type, unpack, write } from "./wire.mjs";
+import { Code, pack, packRows, read, Rejection, Type, unpack, write } from "./wire.mjs";
 
 const TOTAL_ENVS = 256;
 const MAX_MESSAGE_BYTES = 1 << 20;
@@ -42,8 +42,8 @@ const ATTACH = {
   nonfinite: ["raise", oneOf("raise", "mask", "pass")], strict_spaces: [false, isFlag],
 };
 
-const refuse = (code, text, executed = 0) => {
-  throw new Refusal(code, text, executed);
+const reject = (code, text, executed = 0) => {
+  throw new Rejection(code, text, executed);
 };
 
 /** The envs of one client, and the last reply of each block. */
@@ -70,7 +70,7 @@ class Lease {
     const { entries, request, attempt } = message;
     const listed = entries.map(([block]) => block);
     if (!listed.length || new Set(listed).size < listed.length || listed.some((b) => b >= this.blocks.length))
-      refuse(Code.BAD_MESSAGE, `expected one or more different blocks below ${this.blocks.length}`);
+      reject(Code.BAD_MESSAGE, `expected one or more different blocks below ${this.blocks.length}`);
     if (entries.some(([block, seq]) => seq <= this.last[block].seq)) {
       const { reply } = this.last[listed[0]];
       const isCopy = reply?.request === request && reply.entries.join() === entries.join();
@@ -79,7 +79,7 @@ class Lease {
       return reply.body;
     }
     if (entries.some(([block, seq]) => seq !== this.last[block].seq + 1n))
-      refuse(Code.GAP, "expected the next seq of each block");
+      reject(Code.GAP, "expected the next seq of each block");
     const indices = listed.flatMap((block) => this.rowsOf(block));
     if (message.type === Type.STEP) this.step(indices, Buffer.concat([message.body, message.payload]));
     else this.reset(listed, unpack(message.body));
@@ -95,12 +95,12 @@ class Lease {
   }
 
   step(indices, bytes) {
-    if (bytes.length !== 8 * indices.length) refuse(Code.BAD_MESSAGE, `expected ${8 * indices.length} bytes of actions`);
+    if (bytes.length !== 8 * indices.length) reject(Code.BAD_MESSAGE, `expected ${8 * indices.length} bytes of actions`);
     const actions = indices.map((_, index) => bytes.readBigInt64LE(8 * index));
     if (actions.some((action) => action < 0n || action >= NUM_ACTIONS))
-      refuse(Code.INVALID_ACTION, `expected actions from 0 to ${NUM_ACTIONS - 1}`);
+      reject(Code.INVALID_ACTION, `expected actions from 0 to ${NUM_ACTIONS - 1}`);
     const mustReset = (row) => row.needsReset && (row.isNew || this.autoreset === "disabled");
-    if (indices.some((index) => mustReset(this.rows[index]))) refuse(Code.BAD_MESSAGE, "expected a RESET first");
+    if (indices.some((index) => mustReset(this.rows[index]))) reject(Code.BAD_MESSAGE, "expected a RESET first");
     indices.forEach((index, position) => {
       if (this.rows[index].needsReset) return this.begin(index, null); // autoreset is next_step
       const stepped = this.envs[index].step(Number(actions[position]));
@@ -116,7 +116,7 @@ class Lease {
   reset(listed, { resets, options }) {
     if (options?.length) unpack(options); // checked, but GridWalk has no reset options
     if (!Array.isArray(resets) || resets.length !== listed.length)
-      refuse(Code.BAD_MESSAGE, "expected a reset for each block");
+      reject(Code.BAD_MESSAGE, "expected a reset for each block");
     const chosen = listed.flatMap((block, position) => {
       const [given = 0, seeds = 0] = Array.isArray(resets[position]) ? resets[position] : [];
       const [start, stop] = this.blocks[block];
@@ -124,7 +124,7 @@ class Lease {
       const areRows = Array.isArray(rows) && rows.every((row) => isInt(row, start, stop - 1));
       const areSeeds = Array.isArray(seeds) && seeds.every((seed) => seed === null || isSeed(seed));
       if (!areRows || new Set(rows).size < rows.length || !(seeds === null || (areSeeds && seeds.length === rows.length)))
-        refuse(Code.BAD_MESSAGE, "expected different rows of the block, and a seed or nil for each");
+        reject(Code.BAD_MESSAGE, "expected different rows of the block, and a seed or nil for each");
       return rows.map((row, index) => [Number(row), seeds?.[index] ?? null]);
     });
     const ended = { reward: 0, terminated: false, truncated: false };
@@ -158,7 +158,7 @@ export class Server {
       return reply && this.reply(message, reply);
     } catch (error) {
       let { code, executed, message: text } = error;
-      if (!(error instanceof Refusal)) {
+      if (!(error instanceof Rejection)) {
         console.error(error);
         [code, executed, text] = [Code.INTERNAL, 2, "the server failed to handle this message"];
         if (this.leases.delete(message.session)) this.ended.set(message.session, text);
@@ -175,28 +175,28 @@ export class Server {
 
   dispatch(message, now) {
     const { type, session } = message;
-    if (message.trouble) refuse(Code.BAD_MESSAGE, message.trouble);
+    if (message.trouble) reject(Code.BAD_MESSAGE, message.trouble);
     if (type === Type.HELLO) return this.welcome(unpack(message.body));
-    if (message.version !== 2) refuse(Code.VERSION_MISMATCH, "expected protocol version 2");
-    if (type === Type.JOIN) refuse(Code.BAD_MESSAGE, "this server does not support invitations");
-    if (type === 0 || type > Type.JOIN) refuse(Code.UNSUPPORTED, `unknown message type ${type}`);
-    if (message.boot !== this.boot) refuse(Code.FENCED, "this request was sent before the server started");
+    if (message.version !== 2) reject(Code.VERSION_MISMATCH, "expected protocol version 2");
+    if (type === Type.JOIN) reject(Code.BAD_MESSAGE, "this server does not support invitations");
+    if (type === 0 || type > Type.JOIN) reject(Code.UNSUPPORTED, `unknown message type ${type}`);
+    if (message.boot !== this.boot) reject(Code.FENCED, "this request was sent before the server started");
     const lease = this.leases.get(session);
     if (lease) lease.heardAt = now;
     if (type === Type.DETACH) return this.end(session, "") ?? { type: Type.DETACHED };
     if (type === Type.ATTACH) return this.attach(message, lease, now);
-    if (!lease) refuse(Code.LEASE_LOST, this.ended.get(session) || "this session has no envs", message.attempt && 2);
-    if (message.epoch !== lease.epoch) refuse(Code.FENCED, "this request was sent before the lease was granted");
+    if (!lease) reject(Code.LEASE_LOST, this.ended.get(session) || "this session has no envs", message.attempt && 2);
+    if (message.epoch !== lease.epoch) reject(Code.FENCED, "this request was sent before the lease was granted");
     if (type === Type.PING) return { type: Type.PONG, body: pack({ running: {} }) };
-    if (type === Type.CALL) refuse(Code.REFUSED, "the envs of this server have no attributes to call");
+    if (type === Type.CALL) reject(Code.REFUSED, "the envs of this server have no attributes to call");
     const body = lease.operate(message, now);
     if (body === null) return null;
     return body.length > 65536 ? { type: Type.RESULT, payload: body } : { type: Type.RESULT, body };
   }
 
   welcome({ min_version: low, max_version: high }) {
-    if (!isInt(low, 0, 255) || !isInt(high, 0, 255)) refuse(Code.BAD_MESSAGE, "expected min_version and max_version");
-    if (low > 2 || high < 2) refuse(Code.VERSION_MISMATCH, `expected versions that include 2, got ${low} to ${high}`);
+    if (!isInt(low, 0, 255) || !isInt(high, 0, 255)) reject(Code.BAD_MESSAGE, "expected min_version and max_version");
+    if (low > 2 || high < 2) reject(Code.VERSION_MISMATCH, `expected versions that include 2, got ${low} to ${high}`);
     const body = pack({
       min_version: 2, max_version: 2, max_message_bytes: MAX_MESSAGE_BYTES, lease_seconds: this.leaseSeconds,
       env_names: [NAME], num_names: 1, total_envs: TOTAL_ENVS, free_envs: this.freeEnvs,
@@ -211,7 +211,7 @@ export class Server {
   attach(message, lease, now) {
     const { session, body } = message;
     if (this.ended.has(session) && !lease) {
-      if (this.ended.get(session)) refuse(Code.LEASE_LOST, this.ended.get(session), 2);
+      if (this.ended.get(session)) reject(Code.LEASE_LOST, this.ended.get(session), 2);
       return { type: Type.DETACHED };
     }
     if (!lease) {
@@ -219,7 +219,7 @@ export class Server {
       this.leases.set(session, lease);
       lease.heardAt = now;
     }
-    if (!lease.attachBody.equals(body)) refuse(Code.BAD_MESSAGE, "this session has already attached with different arguments");
+    if (!lease.attachBody.equals(body)) reject(Code.BAD_MESSAGE, "this session has already attached with different arguments");
     if (now < lease.grantedAt + 1000) return { type: Type.BUILDING, body: pack({ elapsed_ms: 0 }) };
     lease.grantedAt = now;
     return { type: Type.GRANTED, epoch: lease.epoch, body: lease.granted(this.leaseSeconds) };
@@ -230,22 +230,22 @@ export class Server {
     const settings = {};
     for (const [name, [fallback, isValid]] of Object.entries(ATTACH)) {
       const value = given[name] ?? fallback;
-      if (!isValid(value)) refuse(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or invalid`);
+      if (!isValid(value)) reject(Code.BAD_MESSAGE, `expected a valid ${name}; it is missing or invalid`);
       settings[name] = typeof value === "bigint" && name !== "seed" ? Number(value) : value;
     }
-    if (session === 0n) refuse(Code.BAD_MESSAGE, "expected a session that is not 0");
-    if (settings.env_name !== NAME) refuse(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
-    if (settings.wrappers.length) refuse(Code.BAD_WRAPPER, "this server has no wrappers");
+    if (session === 0n) reject(Code.BAD_MESSAGE, "expected a session that is not 0");
+    if (settings.env_name !== NAME) reject(Code.UNKNOWN_ENV, `expected ${NAME}, the only env of this server`);
+    if (settings.wrappers.length) reject(Code.BAD_WRAPPER, "this server has no wrappers");
     if (Object.keys(settings.env_kwargs).length || settings.spare_envs || settings.vectorized)
-      refuse(Code.REFUSED, "this server does not support env_kwargs, spare_envs or vectorized");
-    if (settings.num_envs > this.freeEnvs) refuse(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
+      reject(Code.REFUSED, "this server does not support env_kwargs, spare_envs or vectorized");
+    if (settings.num_envs > this.freeEnvs) reject(Code.ENVS_BUSY, `${this.freeEnvs} of ${TOTAL_ENVS} envs are free`);
     return settings;
   }
 
   /** Ends a lease; `reason` is empty if the client requested it. */
   end(session, reason) {
     if (!this.leases.delete(session)) {
-      if (this.ended.get(session)) refuse(Code.LEASE_LOST, this.ended.get(session), 2);
+      if (this.ended.get(session)) reject(Code.LEASE_LOST, this.ended.get(session), 2);
       return;
     }
     this.ended.set(session, reason);

@@ -17,7 +17,7 @@ const ENTRY_BYTES = 12;
 const MAX_ENTRIES = 4096;
 
 /** An error that is sent to the client as an ERROR message. */
-export class Refusal extends Error {
+export class Rejection extends Error {
   constructor(code, text, executed = 0) {
     super(text);
     Object.assign(this, { code, executed });
@@ -70,16 +70,16 @@ export function write({ version = 2, type, session, boot, epoch, request, attemp
 
 export const pack = (value) => Buffer.from(encode(value, { useBigInt64: true }));
 
-/** Decodes a body; throws a Refusal if it is not a map. */
+/** Decodes a body; throws a Rejection if it is not a map. */
 export function unpack(body) {
   let value;
   try {
     value = decode(body, { useBigInt64: true, maxArrayLength: 65536, maxMapLength: 65536 });
   } catch (error) {
-    throw new Refusal(Code.BAD_MESSAGE, `expected a msgpack body: ${error.message}`);
+    throw new Rejection(Code.BAD_MESSAGE, `expected a msgpack body: ${error.message}`);
   }
   if (Object.getPrototypeOf(value ?? 0) !== Object.prototype)
-    throw new Refusal(Code.BAD_MESSAGE, "expected a map as body");
+    throw new Rejection(Code.BAD_MESSAGE, "expected a map as body");
   return value;
 }
 

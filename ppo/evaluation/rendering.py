@@ -75,10 +75,10 @@ def rendering_env_maker(
             return make_env(num_envs=num_envs, seed=seed)
         except EnvStartError as error:
             text = _last_line(error)
-            is_refused = "keyword argument 'render_mode'" in text or (
+            is_rejected = "keyword argument 'render_mode'" in text or (
                 error.remote_traceback and "render_mode" in text
             )
-            if not is_refused:  # by the env; a server may not allow the argument
+            if not is_rejected:  # by the env; a server may not allow the argument
                 raise
             raise VideoError(
                 f"{config.env_name}: expected an env that accepts "

@@ -286,7 +286,7 @@ def _reason(error: OSError) -> str:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file for writing, but refuse symbolic links and FIFOs without a reader.
+    """Open a file for writing, but reject symbolic links and FIFOs without a reader.
 
     Another user may have created the link or FIFO. The arguments and the result are
     those of the `opener` of `open`.

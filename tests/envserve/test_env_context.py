@@ -13,7 +13,7 @@ from envserve.client import BatchEnv
 from envserve.envs.context import EnvContext
 from envserve.errors import EnvStartError
 from envserve.pool.replay import load_repro
-from envserve.session.server.policy import Refusal
+from envserve.session.server.policy import Rejection
 from envserve.session.server.quotas import Quota
 from envserve.settings import HostSettings
 from envserve.spaces import codec
@@ -187,7 +187,7 @@ def test_the_arguments_of_each_env_must_be_allowed() -> None:
 
     check("a", "b-{row}")
     for refused in ("{row}", "b-{worker}", "b-{{row}}", "b-0"):
-        with pytest.raises(Refusal, match="'path' may not be"):
+        with pytest.raises(Rejection, match="'path' may not be"):
             check("a", refused)
 
 

@@ -81,7 +81,7 @@ class World:
                 target = self.servers[self.placement.targets[lane]]
                 if target.refuses:
                     self.refused_at.append(self.now)
-                    self.placement.record_refusal(lane, self.now)
+                    self.placement.record_rejection(lane, self.now)
                 else:
                     self.moved_at.append(self.now)
                     self._attach(lane, self.placement.move(lane))
@@ -99,7 +99,7 @@ class World:
             lane,
             self.now,
             may_recover=may_recover,
-            is_refused=own is not None and own.refuses,
+            is_ungranted=own is not None and own.refuses,
         )
         if found is not None:
             self._attach(lane, found)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session.server.policy import Refusal, check_call, check_kwargs, restrict
+from envserve.session.server.policy import Rejection, check_call, check_kwargs, restrict
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode
 
@@ -19,8 +19,8 @@ def allowed_kinds(host: HostSettings, name: str) -> set[str]:
     for kind in ("get", "set", "call"):
         try:
             check_call(host, kind, name, 0)
-        except Refusal as refusal:
-            refused[kind] = refusal.body
+        except Rejection as rejection:
+            refused[kind] = rejection.body
     for kind, body in refused.items():
         assert (body.code, body.env_index) == (ErrorCode.REFUSED, 0)
         assert f"--expose {kind}:NAME" in body.text
@@ -105,9 +105,9 @@ def refused_values(rule: str, values: Any) -> list[Any]:
     for value in values:
         try:
             check_kwargs(frozenset({rule}), {"x": value})
-        except Refusal as refusal:
-            codes.append(refusal.body.code)
-            texts.append(str(refusal))
+        except Rejection as rejection:
+            codes.append(rejection.body.code)
+            texts.append(str(rejection))
             refused.append(value)
     assert set(codes) <= {ErrorCode.REFUSED}
     assert all(f"; allowed: {rule}, and render_mode=" in text for text in texts)
@@ -124,7 +124,7 @@ def test_a_value_needs_to_match_one_of_several_rules_of_a_name() -> None:
     rules = frozenset({"x:int[0,1]", "x:fast"})
     for value in (1, "fast"):
         check_kwargs(rules, {"x": value, "render_mode": "rgb_array"})
-    with pytest.raises(Refusal, match="'render_mode' may not be 'human'"):
+    with pytest.raises(Rejection, match="'render_mode' may not be 'human'"):
         check_kwargs(rules, {"render_mode": "human"})
 
 

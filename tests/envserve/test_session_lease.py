@@ -142,7 +142,7 @@ def test_a_call_is_answered_again_but_not_executed_again(client: RawClient) -> N
     assert codec.decode(bytes(first.payload)) == [[3]]
 
 
-# Refusals.
+# Rejections.
 
 
 @pytest.mark.parametrize(

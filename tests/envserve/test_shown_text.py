@@ -108,7 +108,7 @@ def test_refusals_are_logged_once_per_second_and_kind(
                 MessageType.ATTACH, session=number + 1, boot=server.boot, body=body
             )
             server.receive((0, b"r", ""), encode(message), number / 1000)
-    lines = [text for text in caplog.messages if text.startswith("refused")]
+    lines = [text for text in caplog.messages if text.startswith("rejected")]
     assert len(lines) == 6
     assert lines[-1].endswith("(and 499 more in the last 1.0 s)")
     assert all(len(line) < 400 for line in lines)

@@ -20,7 +20,7 @@ EXCLUDE_SECONDS: Final = 60.0
 #: recover. Applies to lanes without a server, and to lanes that have lost their servers
 #: at the same time.
 SHARE_SECONDS: Final = 5.0
-#: After a lane has left a server that was silent or refused the lane, lanes that have
+#: After a lane has left a server that was silent or rejected the lane, lanes that have
 #: another server do not move there for this time. The time doubles with each
 #: repetition, so that an unreliable server ends few episodes.
 AVOID_SECONDS: Final = 30.0
@@ -87,7 +87,7 @@ class Placement:
         now: float,
         *,
         may_recover: bool,
-        is_refused: bool = False,
+        is_ungranted: bool = False,
         is_urgent: bool = False,
     ) -> str | None:
         """Assign another server with enough free envs to a lane that needs one.
@@ -96,7 +96,7 @@ class Placement:
           lane: The lane.
           now: The current time.
           may_recover: Whether the lane's server may still hold the lane's envs.
-          is_refused: Whether the lane's server has never granted it envs.
+          is_ungranted: Whether the lane's server has never granted it envs.
           is_urgent: Whether the lane cannot wait, because it is about to give up.
 
         Returns:
@@ -119,7 +119,7 @@ class Placement:
             must_wait = (is_together or is_vacant) and not is_urgent
             if must_wait and now < self._searching[lane] + SHARE_SECONDS:
                 return None
-        if may_recover or is_refused:
+        if may_recover or is_ungranted:
             self._avoid(self.locations[lane], now)
         self.num_free[address] -= self._sizes[lane]
         self.locations[lane] = address
@@ -155,7 +155,7 @@ class Placement:
                 self.num_free[found[1]] -= self._sizes[lane]
                 return
 
-    def record_refusal(self, lane: object, now: float) -> None:
+    def record_rejection(self, lane: object, now: float) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         self._avoid(self.targets.pop(lane), now)
 

@@ -11,7 +11,7 @@ caller reads them.
 To spread the lanes of a batch, the keep-alive thread may open a second lane on another
 server, the successor. Once the successor holds the same envs, the lane takes over its
 lease before one of the next steps. Until then, the lane keeps its own envs, so all
-episodes continue if the other server refuses the envs.
+episodes continue if the other server rejects the envs.
 
 A signal handler may interrupt the calling thread during an update of the session. Then
 the lock is released, and `_is_updating` stays True. The keep-alive thread does not
@@ -470,7 +470,7 @@ class RemoteLane:
         is_adopted = isinstance(error, LocalProtocolError)
         if error is not None and is_wanted and not is_adopted:
             _LOGGER.warning("cannot move envs to %s: %s", target, error)
-            servers.record_refusal(driver)
+            servers.record_rejection(driver)
         if successor is not None and (
             error is not None
             or not is_wanted

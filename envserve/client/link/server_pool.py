@@ -116,12 +116,12 @@ class ServerPool:
         with self._lock:
             self.placement.end_search(lane)
 
-    def record_refusal(self, lane: object) -> None:
+    def record_rejection(self, lane: object) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         with self._lock:
             # The lane has no target any more if it has lost its own server meanwhile.
             if lane in self.placement.targets:
-                self.placement.record_refusal(lane, time.monotonic())
+                self.placement.record_rejection(lane, time.monotonic())
 
     def move(self, lane: object) -> str:
         """Record that a lane moves to its target now; return its address."""

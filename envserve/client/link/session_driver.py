@@ -221,7 +221,7 @@ class SessionDriver:
         found = server_pool.assign(
             self,
             may_recover=may_recover,
-            is_refused=attachment.granted_by != attachment.address,
+            is_ungranted=attachment.granted_by != attachment.address,
             is_urgent=is_urgent,
         )
         if found is None:

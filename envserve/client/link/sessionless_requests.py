@@ -80,11 +80,11 @@ def request(
         if now - sent_at >= _RESEND_SECONDS and connection.send(encode(message)):
             sent_at = now
         is_sent = sent_at > -math.inf
-        refusal = diagnosis.poll(now)
-        # Receive before raising `refusal`: a server may have replied and then exited.
+        failure = diagnosis.poll(now)
+        # Receive before raising `failure`: a server may have replied and then exited.
         if (frames := connection.receive()) is None:
-            if refusal is not None:
-                raise refusal
+            if failure is not None:
+                raise failure
             if connection.exceeds_limit(connection.poll()[1]):
                 connection.renew(connection.max_frame_bytes)  # discards the message
                 text = "a message exceeds the protocol's size limit"

@@ -55,7 +55,7 @@ class Zap:
       num_admitted: Number of admitted connections by user, since the last call to
         `take_suspect`.
       addresses: Address of each user's latest connection.
-      is_quiet: Whether to omit refusals from the log and the audit log.
+      is_quiet: Whether to omit rejections from the log and the audit log.
     """
 
     def __init__(
@@ -179,11 +179,11 @@ class Zap:
             self.num_admitted[user] += 1
             self.addresses[user] = frames[3].decode(errors="replace")
             return "200", user
-        self._report_refusal(frames[6], frames[3])
+        self._report_rejection(frames[6], frames[3])
         return "400", ""
 
-    def _report_refusal(self, public: bytes, address: bytes) -> None:
-        """Record a refusal in the audit log, and log at most one per second."""
+    def _report_rejection(self, public: bytes, address: bytes) -> None:
+        """Record a rejection in the audit log, and log at most one per second."""
         if self.is_quiet:
             return
         key, client = formats.fingerprint(public), address.decode(errors="replace")

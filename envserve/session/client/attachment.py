@@ -80,7 +80,7 @@ class Attachment:
       lost_lease: The lost lease that is being replaced; None if there is none.
       granted_by: Address of the server that granted the latest lease; "" if none did.
       is_rejected: Whether the client has moved to the current server, which then has
-        refused to grant a lease.
+        rejected its ATTACH.
       awaits_poll: Whether to wait until all servers have been polled for free envs.
     """
 
@@ -297,16 +297,16 @@ class Attachment:
         loss.retry_at = math.inf
         if self.machine.state is ClientState.ATTACHING:
             # Keep the session number, because the server may still grant a late copy of
-            # the refused ATTACH.
+            # the rejected ATTACH.
             self._send_attach(now)
         elif self.machine.state is ClientState.HELLO_SENT:
             self.send_hello(now)
         self._requests.send_detach(loss.detach_frames)
 
     def handle_error(self, body: ErrorBody, now: float) -> None:
-        """Handle an ERROR that ends the session or refuses a lease.
+        """Handle an ERROR that ends the session or rejects an ATTACH.
 
-        A lost lease is requested again. A refusal is fatal, unless the client is
+        A lost lease is requested again. A rejection is fatal, unless the client is
         replacing a lost lease and the reason may be temporary.
         """
         error = exception_of(body, self.address)
@@ -346,7 +346,7 @@ class Attachment:
                 self.fail(LeaseLost(text))
                 return
         self._requests.clear()
-        loss.refusal = str(error).removeprefix(f"{self.address}: ")
+        loss.rejection = str(error).removeprefix(f"{self.address}: ")
         if body.code is not ErrorCode.ENVS_BUSY:  # the server has ended this session
             self._requests.change_session()
             self.machine.change_to(ClientState.HELLO_SENT)
@@ -410,7 +410,7 @@ class Attachment:
             text = self._requests.liveness.describe(now) or "no reply"
         else:
             # The loss may be long past, so the text begins with the current state.
-            current = self._requests.liveness.describe(now) or loss.refusal
+            current = self._requests.liveness.describe(now) or loss.rejection
             text = f"no new envs for {now - loss.lost_at:.0f} s after the loss of the "
             text += f"lease ({str(loss.error).removeprefix(f'{self.address}: ')})"
             text = f"{current}; {text}" if current else text
@@ -460,9 +460,9 @@ class Attachment:
             seconds = min(_SEARCH_SECONDS, self._timeouts.operation_seconds / 2)
             search_at = self._stalled[0] - seconds
             return search_at if now >= search_at else None
-        is_refused = self.is_rejected or loss.retry_at < math.inf
+        must_retry = self.is_rejected or loss.retry_at < math.inf
         is_silent = is_isolated or now > liveness.silent_since + _REPLY_SECONDS
-        return min(since, loss.lost_at) if is_refused or is_silent else None
+        return min(since, loss.lost_at) if must_retry or is_silent else None
 
     def move_to(self, address: str, now: float, reason: str = "") -> list[Buffer]:
         """Change to another server, under a new session number.

@@ -64,7 +64,7 @@ class LostLease:
       stalled_address: Address of the server if it replied to PINGs, but not to
         requests; otherwise "". A new lease from this server does not clear
         `give_up_error`; only a reply does.
-      refusal: Text of the latest refusal of a new lease; "" if there is none.
+      rejection: Text of the latest rejection of a new lease; "" if there is none.
     """
 
     error: EnvserveError
@@ -74,7 +74,7 @@ class LostLease:
     busy_until: float = math.inf
     detach_frames: list[Buffer] = field(default_factory=list)
     stalled_address: str = ""
-    refusal: str = ""
+    rejection: str = ""
 
 
 class Liveness:

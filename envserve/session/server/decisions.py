@@ -104,8 +104,8 @@ class BeginDrain(NamedTuple):
 
 
 # Requests whose replies the event loop has to compute. The event loop passes a reply
-# to `ServerProtocol.reply`, and a Refusal or RemoteProtocolError to
-# `ServerProtocol.refuse`.
+# to `ServerProtocol.reply`, and a Rejection or RemoteProtocolError to
+# `ServerProtocol.reject`.
 
 
 class ReplyWelcome(NamedTuple):

@@ -9,7 +9,7 @@ busy. Otherwise:
 * An older request is ignored.
 * A request that skips a seq is answered with a GAP error.
 
-A refused request does not use up its seq.
+A rejected request does not use up its seq.
 
 A request is answered as a whole when all its blocks are done. If one of them becomes
 absent, the client gets an ABSENT message, and from then on each block of the request is
@@ -44,7 +44,7 @@ from envserve.session.server.decisions import (
     RunStep,
     SessionId,
 )
-from envserve.session.server.policy import Refusal, check_call
+from envserve.session.server.policy import Rejection, check_call
 from envserve.session.server.replies import ReplyBuilder
 from envserve.session.states import BlockState
 from envserve.settings import ActionMode, HostSettings
@@ -196,8 +196,8 @@ class Lease:
         """Handle a STEP, RESET or CALL.
 
         Raises:
-          Refusal: The request is not allowed. No state has changed; the caller must
-            reply with the refusal's body.
+          Rejection: The request is not allowed. No state has changed; the caller must
+            reply with the rejection's body.
           RemoteProtocolError: The request is malformed. No state has changed.
         """
         last_seq, states = self._last_seq, self._states
@@ -252,8 +252,8 @@ class Lease:
         request = self._find_request(message)
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
-                raise self._gap_refusal(message)
-            # This is a late copy, either of an answered request or of a refused one
+                raise self._gap_rejection(message)
+            # This is a late copy, either of an answered request or of a rejected one
             # whose seq another request has used since.
             self.num_late_messages += 1
             return []
@@ -296,20 +296,20 @@ class Lease:
                 return request
         return None
 
-    def _gap_refusal(self, message: Message) -> Refusal:
+    def _gap_rejection(self, message: Message) -> Rejection:
         where = ", ".join(
             f"block {block}: expected a copy of seq {self._last_seq[block]}, or the "
             f"next seq after its reply; got {seq}"
             for block, seq in message.entries[:4]
         )
-        return Refusal(ErrorCode.GAP, where)
+        return Rejection(ErrorCode.GAP, where)
 
     def _raise_if_invalid(self, start: int, stop: int) -> None:
-        """Raise Refusal if an action of the rows [start, stop) is invalid."""
+        """Raise Rejection if an action of the rows [start, stop) is invalid."""
         try:
             check_action_rows(self._spec, self._rows.action, start, stop, self._actions)
         except ActionError as error:
-            raise Refusal(ErrorCode.INVALID_ACTION, str(error)) from None
+            raise Rejection(ErrorCode.INVALID_ACTION, str(error)) from None
 
     # Events of the pool.
 

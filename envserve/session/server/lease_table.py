@@ -26,7 +26,7 @@ from envserve.session.server.decisions import (
     StartPool,
 )
 from envserve.session.server.lease import Lease
-from envserve.session.server.policy import Refusal
+from envserve.session.server.policy import Rejection
 from envserve.session.server.quotas import KEYLESS_USERS, Quota, Quotas, Usage
 from envserve.session.server.replies import ReplyBuilder, lease_lost
 from envserve.session.states import LeaseState, StateMachine
@@ -55,7 +55,7 @@ Value = TypeVar("Value")
 _MAX_RECENT_SESSIONS: Final = 256
 #: Maximum length of a client's name in the log.
 _MAX_LOGGED_NAME: Final = 64
-#: Maximum length of a refusal's text in the log.
+#: Maximum length of a rejection's text in the log.
 _MAX_LOGGED_TEXT: Final = 300
 #: Maximum number of leases per user whose envs are built concurrently.
 _MAX_CONCURRENT_BUILDS: Final = 4
@@ -209,7 +209,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         self._reply_builder = reply_builder
         self._quotas = quotas
         self._client_names: _RecentSessions[str] = _RecentSessions()
-        self._refusal_throttle = LogThrottle()
+        self._rejection_throttle = LogThrottle()
         self._num_leases = 0
 
     @property
@@ -219,7 +219,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         return self._settings.total_envs - leased
 
     def welcome_for(self, user: str) -> Welcome:
-        """Return the WELCOME for a user; raise Refusal if its key is not valid."""
+        """Return the WELCOME for a user; raise Rejection if its key is not valid."""
         quota = self._quotas.of(user)
         names, max_envs = quota.allowed_names(self._env_names), quota.limits.envs
         used = sum(r.usage.envs for r in self.values() if r.user == user)
@@ -248,20 +248,20 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         printable_name = one_line(name, _MAX_LOGGED_NAME)
         self._client_names.add(session, printable_name or "unnamed")
 
-    def audit_refusal(self, refusal: Refusal, user: str, now: float) -> Audit:
-        """Log a refusal, and return its event for the audit log.
+    def audit_rejection(self, rejection: Rejection, user: str, now: float) -> Audit:
+        """Log a rejection, and return its event for the audit log.
 
-        At most one refusal per second is logged for each error code.
+        At most one rejection per second is logged for each error code.
 
         Args:
-          refusal: The refusal.
-          user: Name of the refused user.
+          rejection: The rejection.
+          user: Name of the rejected user.
           now: Monotonic seconds.
         """
-        more = self._refusal_throttle.admit(refusal.body.code, now)
+        more = self._rejection_throttle.admit(rejection.body.code, now)
         if more is not None:
-            _LOGGER.info("refused: %s%s", str(refusal)[:_MAX_LOGGED_TEXT], more)
-        return Audit(refusal.event, user, *refusal.requested, str(refusal))
+            _LOGGER.info("rejected: %s%s", str(rejection)[:_MAX_LOGGED_TEXT], more)
+        return Audit(rejection.event, user, *rejection.requested, str(rejection))
 
     # Admission.
 
@@ -269,7 +269,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Add the lease that the ATTACH of a new session requests.
 
         Raises:
-          Refusal: The user may not use such envs, or too few envs are free.
+          Rejection: The user may not use such envs, or too few envs are free.
           RemoteProtocolError: The message is malformed.
         """
         attach = Attach.decode(message.body)
@@ -281,8 +281,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         try:
             self._check_allowed(quota, attach)
             self._check_capacity(quota, attach, (user, client), now)
-        except Refusal as refusal:
-            refusal.requested = attach.env_name, attach.num_envs
+        except Rejection as rejection:
+            rejection.requested = attach.env_name, attach.num_envs
             raise
         self._client_names[user].pop(number, None)
         self._num_leases += 1
@@ -326,7 +326,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         quota.check_env(attach)
         name = attach.env_name
         if name not in self._env_names:
-            raise Refusal(
+            raise Rejection(
                 ErrorCode.UNKNOWN_ENV, f"this server offers no env named {name!r}"
             )
         try:
@@ -334,12 +334,12 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             # register them.
             check_wrappers(attach.wrappers, allow_unknown=True)
         except WrapperError as error:
-            raise Refusal(ErrorCode.BAD_WRAPPER, str(error)) from None
+            raise Rejection(ErrorCode.BAD_WRAPPER, str(error)) from None
 
     def _check_capacity(
         self, quota: Quota, attach: Attach, requester: tuple[str, str], now: float
     ) -> None:
-        """Raise Refusal if there are too few free envs, or the user's quota is used up.
+        """Raise Rejection if too few envs are free, or the user's quota is used up.
 
         About the leases of other users, the error states only the total number of envs.
         """
@@ -367,7 +367,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if visible and largest_first[0] is visible[0]:
             holder = visible[0].client
             held_ms = int(1000 * (now - visible[0].attached_at))
-        raise Refusal(
+        raise Rejection(
             ErrorCode.ENVS_BUSY,
             f"{attach.num_hosted} envs requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
@@ -381,13 +381,16 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def grant(
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
-        """Grant a lease whose envs are built; raise Refusal if messages are too large.
+        """Grant a lease whose envs are built, unless its messages are too large.
 
         Args:
           record: The lease.
           spec: Spaces of its envs.
           blocks: Blocks of its pool.
           rows: Rows of its pool.
+
+        Raises:
+          Rejection: The messages of the lease would be too large.
         """
         lease = Lease(
             session=record.session,
@@ -408,9 +411,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         try:
             record.granted_body = granted.encode()
         except codec.CodecError as error:
-            raise Refusal(ErrorCode.ENV_START_FAILED, str(error)) from None
+            raise Rejection(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
-            raise Refusal(
+            raise Rejection(
                 ErrorCode.ENV_START_FAILED,
                 f"results of {len(rows.reward)} envs need up to "
                 f"{lease.max_result_bytes} bytes, but clients accept at most "

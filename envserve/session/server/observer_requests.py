@@ -10,7 +10,7 @@ from typing import Final
 
 from envserve.session.server.decisions import Decision, ReplyFrame, ReplyStatus
 from envserve.session.server.lease_table import LeaseTable
-from envserve.session.server.policy import Refusal
+from envserve.session.server.policy import Rejection
 from envserve.session.server.quotas import Quotas
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
@@ -37,7 +37,8 @@ class ObserverRequests:
         Otherwise, return an empty list. The client then resends its request.
 
         Raises:
-          Refusal: The key is no longer valid, or the lease is not visible to the user.
+          Rejection: The key is no longer valid, or the lease is not visible to the
+            user.
           RemoteProtocolError: The message is malformed.
         """
         user = request.peer[-1]
@@ -55,4 +56,4 @@ class ObserverRequests:
             if record.number == frame_request.lease:
                 return [ReplyFrame(request, record.session, frame_request)]
         text = f"lease {frame_request.lease} does not exist, or belongs to another user"
-        raise Refusal(ErrorCode.LEASE_LOST, text)
+        raise Rejection(ErrorCode.LEASE_LOST, text)

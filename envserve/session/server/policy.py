@@ -1,6 +1,6 @@
 """Checks clients' env arguments and attribute names against the server's rules.
 
-Everything is refused unless a rule of this module or of the operator allows it.
+Everything is rejected unless a rule of this module or of the operator allows it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALWAYS_EXPOSED: Final = {
 }
 
 
-class Refusal(Exception):
+class Rejection(Exception):
     """A request that is answered with an ERROR instead of being executed.
 
     Attributes:
@@ -52,7 +52,7 @@ class Refusal(Exception):
         self.body = ErrorBody(code=code, text=text, **fields)
 
 
-class OverQuota(Refusal):
+class OverQuota(Rejection):
     """A request that exceeds the quota of its user."""
 
     event = "over quota"
@@ -63,7 +63,7 @@ class RateLimited(OverQuota):
 
 
 def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> None:
-    """Raise Refusal unless the rules allow all keyword arguments of an env.
+    """Raise Rejection unless the rules allow all keyword arguments of an env.
 
     A string could be the path of any file on the server, so it is allowed only if a
     rule lists it or allows any value.
@@ -76,7 +76,7 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
         if any(known == name and _matches(rule, value) for known, _, rule in parts):
             continue
         allowed = ", ".join(sorted(rules)) or "none"
-        raise Refusal(
+        raise Rejection(
             ErrorCode.REFUSED,
             f"env argument {name[:64]!r} may not be {value!r:.64}; allowed: {allowed}, "
             f"and render_mode='rgb_array' (a name without values allows any number or "
@@ -102,7 +102,7 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Refusal unless clients may access an attribute of an env.
+    """Raise Rejection unless clients may access an attribute of an env.
 
     Args:
       host: Settings of the server, restricted to the client's key.
@@ -116,7 +116,7 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     ):
         return
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
-    raise Refusal(
+    raise Rejection(
         ErrorCode.REFUSED,
         f"Env {env_index}: {kind} of {name[:64]!r} is not allowed; allowed: {exposed} "
         f"(NAME alone means get:NAME and call:NAME). The operator can allow it with "

@@ -16,7 +16,7 @@ from envserve.keys.grant import Grant
 from envserve.session.server.policy import (
     OverQuota,
     RateLimited,
-    Refusal,
+    Rejection,
     check_kwargs,
     restrict,
 )
@@ -99,10 +99,10 @@ class Quota:
         return names if self.grant is None else _allowed_names(self.grant, names)
 
     def check_env(self, attach: Attach) -> None:
-        """Raise Refusal unless the user may use the requested env and its arguments."""
+        """Raise Rejection unless the user may use the env and its arguments."""
         grant = self.grant
         if grant is not None and not grant.allows_env(attach.env_name):
-            raise Refusal(
+            raise Rejection(
                 ErrorCode.REFUSED,
                 f"{self.user} may use {' and '.join(grant.envs)}, but requested "
                 f"{attach.env_name}; the operator can add it to the clients file",
@@ -192,12 +192,12 @@ class Quotas:
         return self._grant_of is not None
 
     def of(self, user: str) -> Quota:
-        """Return the quota of a user; raise Refusal if its key is no longer valid."""
+        """Return the quota of a user; raise Rejection if its key is no longer valid."""
         if self._grant_of is None or user in KEYLESS_USERS:
             return Quota(user, self._host, None)
         grant = self._grant_of(user)
         if grant is None:
-            raise Refusal(
+            raise Rejection(
                 ErrorCode.REFUSED,
                 f"the key of {user} is no longer valid, because it has expired or was "
                 f"removed; ask the operator for a new invitation (envserve invite "
@@ -209,7 +209,7 @@ class Quotas:
         """Return the weight with which a user shares the event loop's time."""
         try:
             grant = self.of(user).grant
-        except Refusal:
+        except Rejection:
             return 1.0
         return 1.0 if grant is None else grant.share
 

@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from envserve.session.server.decisions import Reply
-from envserve.session.server.policy import Refusal
+from envserve.session.server.policy import Rejection
 from envserve.text import without_folders
 from envserve.wire.bodies import Building
 from envserve.wire.constants import (
@@ -95,7 +95,7 @@ class ReplyBuilder:
         text, traceback = self.redacted(body.text), self.redacted(body.traceback)
         return replace(body, text=text, traceback=traceback)
 
-    def refused(self, request: Message, code: ErrorCode, text: str) -> Reply:
+    def rejection(self, request: Message, code: ErrorCode, text: str) -> Reply:
         """Return an ERROR for a request that was not executed.
 
         If the request is a copy, an earlier copy may have been executed under a lease
@@ -112,7 +112,7 @@ class ReplyBuilder:
           event: Event before which the request was sent, such as "server was started".
         """
         text = f"this request was sent before the {event}; attach again"
-        return self.refused(request, ErrorCode.FENCED, text)
+        return self.rejection(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
         """Return the reply to a message of an ended session.
@@ -134,9 +134,9 @@ class ReplyBuilder:
         return self.error(request, body)
 
 
-def version_mismatch(client: object) -> Refusal:
-    """Return the refusal to send to a client of the protocol versions `client`."""
-    return Refusal(
+def version_mismatch(client: object) -> Rejection:
+    """Return the rejection of a client that supports other versions (`client`)."""
+    return Rejection(
         ErrorCode.VERSION_MISMATCH,
         f"the server speaks protocol {MIN_VERSION} to {VERSION}, this client {client}; "
         f"install the same release",
@@ -148,9 +148,9 @@ def lease_lost(text: str) -> ErrorBody:
     return ErrorBody(code=ErrorCode.LEASE_LOST, executed=Executed.UNKNOWN, text=text)
 
 
-def server_draining() -> Refusal:
-    """Return the refusal to send to a client that attaches while the server drains."""
-    return Refusal(
+def server_draining() -> Rejection:
+    """Return the rejection of an ATTACH that arrives while the server drains."""
+    return Rejection(
         ErrorCode.ENVS_BUSY,
         "the server is draining: it grants no new leases, and will stop; attach to "
         "another server, or attach again after this one was restarted",

@@ -32,7 +32,7 @@ from envserve.session.server.decisions import (
 )
 from envserve.session.server.lease_table import LeaseRecord, LeaseTable
 from envserve.session.server.observer_requests import OBSERVER_TYPES, ObserverRequests
-from envserve.session.server.policy import RateLimited, Refusal
+from envserve.session.server.policy import RateLimited, Rejection
 from envserve.session.server.quotas import Quotas
 from envserve.session.server.replies import (
     ReplyBuilder,
@@ -132,7 +132,7 @@ class ServerProtocol:
                 self.num_dropped_messages += 1
                 return []
             return [
-                self._reply_builder.refused(header, ErrorCode.BAD_MESSAGE, str(error))
+                self._reply_builder.rejection(header, ErrorCode.BAD_MESSAGE, str(error))
             ]
         message.peer = peer
         try:
@@ -150,19 +150,21 @@ class ServerProtocol:
                 record.request.peer = peer  # the client may have reconnected
                 return record.lease.handle(message, now)
             return self._dispatch(message, record, now)
-        except (Refusal, RemoteProtocolError) as error:
-            return self.refuse(message, error, now)
+        except (Rejection, RemoteProtocolError) as error:
+            return self.reject(message, error, now)
 
-    def refuse(
-        self, request: Message, error: Refusal | RemoteProtocolError, now: float
+    def reject(
+        self, request: Message, error: Rejection | RemoteProtocolError, now: float
     ) -> list[Decision]:
-        """Reply to a refused or malformed request with an ERROR."""
+        """Reply to a rejected or malformed request with an ERROR."""
         if isinstance(error, RemoteProtocolError):
             return [
-                self._reply_builder.refused(request, ErrorCode.BAD_MESSAGE, str(error))
+                self._reply_builder.rejection(
+                    request, ErrorCode.BAD_MESSAGE, str(error)
+                )
             ]
         return [
-            self.leases.audit_refusal(error, request.peer[-1], now),
+            self.leases.audit_rejection(error, request.peer[-1], now),
             self._reply_builder.error(request, error.body),
         ]
 
@@ -211,7 +213,7 @@ class ServerProtocol:
         if kind in OBSERVER_TYPES:
             return self._observers.handle(message, now)
         if not isinstance(kind, MessageType):
-            raise Refusal(ErrorCode.UNSUPPORTED, f"unknown message type {kind}")
+            raise Rejection(ErrorCode.UNSUPPORTED, f"unknown message type {kind}")
         if kind is MessageType.ASK_DRAIN:
             return self._on_ask_drain(message)
         if message.boot != self.boot:
@@ -230,7 +232,7 @@ class ServerProtocol:
             return [self._reply_builder.session_ended(message, record.reason)]
         if record.lease is None:
             if kind is not MessageType.PING:
-                raise Refusal(
+                raise Rejection(
                     ErrorCode.BAD_MESSAGE, "the lease has not been granted yet"
                 )
             pong = Pong(running={})
@@ -263,7 +265,7 @@ class ServerProtocol:
 
     def _on_ask_drain(self, message: Message) -> list[Decision]:
         if message.peer[-1] != "local":
-            raise Refusal(
+            raise Rejection(
                 ErrorCode.REFUSED,
                 "only the user who runs the server can drain it, over ipc or with the "
                 "server's keys; other users can close their clients",
@@ -285,15 +287,15 @@ class ServerProtocol:
             return [self._reply_builder.session_ended(message, None)]
         if message.type is not MessageType.ATTACH:
             text = "this session has no lease on this server; attach again"
-            return [self._reply_builder.refused(message, ErrorCode.LEASE_LOST, text)]
+            return [self._reply_builder.rejection(message, ErrorCode.LEASE_LOST, text)]
         if message.session == 0:
             raise RemoteProtocolError("expected a nonzero session number")
         if self.leases.is_ending:
             raise server_draining()
         try:
             self.leases.add(message, now)
-        except RateLimited as refusal:  # the ATTACH can succeed when it is resent
-            audit = self.leases.audit_refusal(refusal, message.peer[-1], now)
+        except RateLimited as rejection:  # the ATTACH can succeed when it is resent
+            audit = self.leases.audit_rejection(rejection, message.peer[-1], now)
             return [audit, self._reply_builder.building(message)]
         return [*self.leases.start_builds(), self._reply_builder.building(message)]
 
@@ -342,8 +344,8 @@ class ServerProtocol:
             return []
         try:
             self.leases.grant(record, spec, blocks, rows)
-        except Refusal as refusal:
-            return self.leases.close(record, refusal.body)
+        except Rejection as rejection:
+            return self.leases.close(record, rejection.body)
         seconds, extra = now - record.attached_at, {"fields": record.log_fields}
         text = "%s, granted to %s after %.1f s"
         _LOGGER.info(text, record, record.client, seconds, extra=extra)

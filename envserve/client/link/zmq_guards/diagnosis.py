@@ -345,7 +345,7 @@ class Diagnosis:
         self._timeout_seconds = min(_MAX_DIAGNOSIS_SECONDS, timeout_seconds / 2)
         self._next_at = time.monotonic() + min(DELAY_SECONDS, timeout_seconds / 4)
         self._thread: threading.Thread | None = None
-        self._refusal: ConnectError | None = None
+        self._error: ConnectError | None = None
 
     def poll(self, now: float) -> ConnectError | None:
         """Return the error of the last diagnosis, if any; start the next one when due.
@@ -358,13 +358,13 @@ class Diagnosis:
             name = f"diagnosis of {self._target[0]}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
-        return self._refusal
+        return self._error
 
     def _run(self) -> None:
         finding = diagnose_connection(*self._target, self._timeout_seconds)
         if finding is Finding.REFUSED:
             time.sleep(_CONFIRM_SECONDS)
             finding = diagnose_connection(*self._target, self._timeout_seconds)
-        self._refusal = connection_error(finding, *self._target)
+        self._error = connection_error(finding, *self._target)
         may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
         self.is_final = finding not in (*may_pass, Finding.REFUSED)
