@@ -49,10 +49,10 @@ _KWARG: Final = (
     rf"float(\[{_NUMBER},{_NUMBER}\])?|[^\s,|\[\]]+(\|[^\s,|\[\]]+)*))?$"
 )
 #: An attribute that clients may get, set or call; see
-#: `session.server.policy.check_call`.
+#: `session.server.permissions.check_call`.
 ExposeRule = Annotated[str, Meta(pattern=_EXPOSE)]
 #: A constructor argument that clients may set, and its allowed values; see
-#: `session.server.policy.check_kwargs`.
+#: `session.server.permissions.check_kwargs`.
 KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
 #: Maps msgspec's names of types to descriptions for error messages.

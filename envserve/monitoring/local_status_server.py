@@ -26,7 +26,7 @@ from envserve.pool.pool import Pool
 from envserve.pool.pool_metrics import status_fields, sum_counts
 from envserve.python_process import build_commit
 from envserve.session.server.decisions import Reply
-from envserve.session.server.replies import ReplyBuilder
+from envserve.session.server.reply_builder import ReplyBuilder
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import decode

@@ -58,7 +58,7 @@ from envserve.session.server.decisions import (
     SessionId,
     StartPool,
 )
-from envserve.session.server.policy import Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.text import LogThrottle

@@ -13,7 +13,7 @@ from envserve.client import BatchEnv
 from envserve.envs.context import EnvContext
 from envserve.errors import EnvStartError
 from envserve.pool.replay import load_repro
-from envserve.session.server.policy import Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.session.server.quotas import Quota
 from envserve.settings import HostSettings
 from envserve.spaces import codec

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from ppo.agent.actions.distributions import Categorical, DiagonalGaussian
 from ppo.agent.agent import Agent
-from ppo.algorithms.ppo.objective import load_policy_loss
+from ppo.algorithms.ppo.load_loss import load_policy_loss
 from ppo.algorithms.ppo.update import Updater
 from ppo.errors import ConfigError
 from tests.ppo import own_losses

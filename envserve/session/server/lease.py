@@ -44,8 +44,8 @@ from envserve.session.server.decisions import (
     RunStep,
     SessionId,
 )
-from envserve.session.server.policy import Rejection, check_call
-from envserve.session.server.replies import ReplyBuilder
+from envserve.session.server.permissions import Rejection, check_call
+from envserve.session.server.reply_builder import ReplyBuilder
 from envserve.session.states import BlockState
 from envserve.settings import ActionMode, HostSettings
 from envserve.slab import Rows

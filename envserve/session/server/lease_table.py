@@ -26,9 +26,9 @@ from envserve.session.server.decisions import (
     StartPool,
 )
 from envserve.session.server.lease import Lease
-from envserve.session.server.policy import Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.session.server.quotas import KEYLESS_USERS, Quota, Quotas, Usage
-from envserve.session.server.replies import ReplyBuilder, lease_lost
+from envserve.session.server.reply_builder import ReplyBuilder, lease_lost
 from envserve.session.states import LeaseState, StateMachine
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib

@@ -10,7 +10,7 @@ from typing import Final
 
 from envserve.session.server.decisions import Decision, ReplyFrame, ReplyStatus
 from envserve.session.server.lease_table import LeaseTable
-from envserve.session.server.policy import Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.session.server.quotas import Quotas
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from envserve.keys.grant import Grant
-from envserve.session.server.policy import (
+from envserve.session.server.permissions import (
     OverQuota,
     RateLimited,
     Rejection,

@@ -32,9 +32,9 @@ from envserve.session.server.decisions import (
 )
 from envserve.session.server.lease_table import LeaseRecord, LeaseTable
 from envserve.session.server.observer_requests import OBSERVER_TYPES, ObserverRequests
-from envserve.session.server.policy import RateLimited, Rejection
+from envserve.session.server.permissions import RateLimited, Rejection
 from envserve.session.server.quotas import Quotas
-from envserve.session.server.replies import (
+from envserve.session.server.reply_builder import (
     ReplyBuilder,
     lease_lost,
     server_draining,

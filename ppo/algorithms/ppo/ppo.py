@@ -5,7 +5,7 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.agent.normalize import ReturnScale
 from ppo.algorithms.algorithm import Algorithm
-from ppo.algorithms.ppo.objective import load_policy_loss
+from ppo.algorithms.ppo.load_loss import load_policy_loss
 from ppo.algorithms.ppo.update import Updater
 from ppo.config.config import Config
 from ppo.errors import ConfigError

@@ -50,7 +50,7 @@ class Updater:
         config: Settings, in which `num_envs` and `minibatch_size` are this learner's
             share. Without `jit_compile`, the same graph runs as plain TensorFlow, but
             shuffles with different random numbers.
-        policy_loss: Loss function of the policy; see `ppo.algorithms.ppo.objective`.
+        policy_loss: Loss function of the policy; see `ppo.algorithms.ppo.load_loss`.
         learners: Group of learners; each computes its share of every minibatch.
 
     Attributes:

@@ -1,6 +1,6 @@
-"""Checks clients' env arguments and attribute names against the server's rules.
+"""Checks clients' permissions: to pass arguments to envs, and to access attributes.
 
-Everything is rejected unless a rule of this module or of the operator allows it.
+A request is rejected unless a rule of this module or of the operator allows it.
 """
 
 from __future__ import annotations

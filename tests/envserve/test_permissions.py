@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from envserve.keys.grant import Grant
-from envserve.session.server.policy import Rejection, check_call, check_kwargs, restrict
+from envserve.session.server.permissions import (
+    Rejection,
+    check_call,
+    check_kwargs,
+    restrict,
+)
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode
 

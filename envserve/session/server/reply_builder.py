@@ -7,7 +7,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from envserve.session.server.decisions import Reply
-from envserve.session.server.policy import Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.text import without_folders
 from envserve.wire.bodies import Building
 from envserve.wire.constants import (
