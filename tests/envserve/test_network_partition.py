@@ -98,7 +98,13 @@ def start_player(
         )
     )
     journal = str(folder / "journal")
-    command = [sys.executable, "-m", "tests.envserve.test_cable", address, journal]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.envserve.test_network_partition",
+        address,
+        journal,
+    ]
     player = stack.enter_context(
         subprocess.Popen(
             hosts.command("trainer", *command),
