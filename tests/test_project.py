@@ -281,7 +281,7 @@ PRIVATE_USES = """
     test_fault_log=9 test_launcher=10 test_learners=1 test_lost_blocks=1
     test_metrics_port=1 test_misbehaving_workers=3 test_page=1 test_page_attacked=2
     test_pool=1 test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
-    test_remote_lane_interrupts=4 test_replay=1 test_screen=2
+    test_remote_lane_interrupts=4 test_replay=1 test_progress=2
     test_server_pool=1 test_server_loop=7 test_session_reports=1 test_status=3
     test_status_command=2 test_stderr_pipes=8 test_update=1 test_user_envs=3
     test_variable_length_batches=1 test_vector_env=4 test_vector_infos=1
