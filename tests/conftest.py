@@ -36,7 +36,7 @@ LONGEST = (
     *("test_interrupts", "test_visualize", "test_hostile_runs", "test_launcher"),
     *("test_custom_networks", "test_overlap", "test_trust_region", "test_objective"),
     *("test_pool_interrupts", "test_vector_blocks", "test_lane_contract", "test_sac"),
-    *("test_act_on", "test_simulate_splits", "test_predecessor_faults", "test_report"),
+    *("test_act_on", "test_simulate_splits", "test_predecessor_faults", "test_metrics"),
 )
 
 # Hypothesis examples have no deadline, because machines may be slow and shared. They
