@@ -20,25 +20,25 @@ from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
 from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks, load_user_code
-from tests.ppo import informing_env, own_callbacks, own_losses
+from tests.ppo import custom_callbacks, informing_env, own_losses
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, Maker, counters, eagerly, rollout_of, rows_of, run
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
-FILE = own_callbacks.__file__
+FILE = custom_callbacks.__file__
 RND = Path(__file__).parents[2] / "examples" / "rnd.py"
 
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
-    monkeypatch.setattr(own_callbacks, "seen", seen)
+    monkeypatch.setattr(custom_callbacks, "seen", seen)
     return seen
 
 
 def named(*names: str) -> Config:
-    callbacks = tuple(f"{own_callbacks.__name__}:{name}" for name in names)
+    callbacks = tuple(f"{custom_callbacks.__name__}:{name}" for name in names)
     return SMALL.replace(callbacks=callbacks)
 
 
