@@ -20,7 +20,7 @@ from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
 from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks, load_user_code
-from tests.ppo import custom_callbacks, informing_env, own_losses
+from tests.ppo import custom_callbacks, custom_losses, informing_env
 from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, Maker, counters, eagerly, rollout_of, rows_of, run
 
@@ -47,7 +47,7 @@ def test_callback_reads_and_changes_a_run_and_its_metrics_are_reported(
 ) -> None:
     config = named("records", "sets_level").replace(
         env_name=informing_env.NAME,
-        objective=f"{own_losses.__file__}:of_large_value",
+        objective=f"{custom_losses.__file__}:of_large_value",
         report_every=32,
         evaluate_every=32,
     )

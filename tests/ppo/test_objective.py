@@ -13,11 +13,11 @@ from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.load_loss import load_policy_loss
 from ppo.algorithms.ppo.update import Updater
 from ppo.errors import ConfigError
-from tests.ppo import own_losses
+from tests.ppo import custom_losses
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
 from tests.ppo.runs import SMALL, Maker, ppo, rollout_of, rows_of, run
 
-FILE = own_losses.__file__
+FILE = custom_losses.__file__
 DOCS = Path(__file__).parents[2] / "docs" / "research.md"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "spo.py"
 
@@ -94,7 +94,7 @@ def test_a_file_without_the_loss_is_a_one_line_error(
 def test_a_loss_may_support_one_kind_of_actions_and_use_all_arguments(
     name: str,
 ) -> None:
-    load_policy_loss(SMALL.replace(objective=f"{own_losses.__name__}:{name}"))
+    load_policy_loss(SMALL.replace(objective=f"{custom_losses.__name__}:{name}"))
 
 
 def test_a_loss_for_the_wrong_kind_of_actions_is_a_one_line_error_in_the_update() -> (
