@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from envserve.python_process import uncollected_imports
-from tests.left_behind import MARK_NAME, MARK_VALUE
-from tests.left_behind import nothing_left_behind as nothing_left_behind
+from tests.leak_checks import MARK_NAME, MARK_VALUE
+from tests.leak_checks import nothing_left_behind as nothing_left_behind
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The slowest test files, which run first, so that no worker of pytest-xdist is still

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import yaml
 
-from tests.left_behind import MARK_NAME
+from tests.leak_checks import MARK_NAME
 from tests.network_hosts import Hosts
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -220,7 +220,7 @@ class Pod:
             "HOME": WORKDIR,
             "PYTHONPATH": CODE,
             "PYTHONUNBUFFERED": "1",
-            MARK_NAME: os.environ.get(MARK_NAME, ""),  # for tests/left_behind.py
+            MARK_NAME: os.environ.get(MARK_NAME, ""),  # for tests/leak_checks.py
             **variables,
         }
         inside = [

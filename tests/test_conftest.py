@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 
 SAMPLE = """
 import pytest, subprocess, sys, threading
-import tests.left_behind
-tests.left_behind.GRACE_SECONDS = 0.5
+import tests.leak_checks
+tests.leak_checks.GRACE_SECONDS = 0.5
 PYTHON = [sys.executable, "-c"]
 children, release = [], threading.Event()
 

@@ -18,7 +18,7 @@ import pytest
 from envserve.demo.run import Demo
 from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
-from tests.left_behind import left_processes, running_processes
+from tests.leak_checks import left_processes, running_processes
 
 #: All processes exit immediately, but a loaded machine may delay that.
 END_SECONDS = 30.0
