@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.ppo.loaded"])
+_CONTEXT.set_forkserver_preload(["tests.ppo.preload"])
 
 
 def tf_configs(num_learners: int = 2) -> list[str]:

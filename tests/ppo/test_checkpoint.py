@@ -100,7 +100,7 @@ def test_a_new_process_continues_with_bit_equal_updates(tmp_path: Path) -> None:
     learner.learn(batch, seed=1)
     learner.save(tmp_path / "checkpoints", 7)
     learner.learn(batch, seed=2)
-    code = f"import tests.ppo.loaded; from {__name__} import *; continue_from(Path())"
+    code = f"import tests.ppo.preload; from {__name__} import *; continue_from(Path())"
     command = [sys.executable, "-c", code]
     subprocess.run(command, cwd=tmp_path, check=True)
     continued = np.load(tmp_path / "continued.npy")

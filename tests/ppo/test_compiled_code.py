@@ -26,7 +26,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_processes_share_entries_and_replace_damaged_ones(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "tests.ppo.loaded", "tests.ppo.compile_in_turns"]
+    command = [sys.executable, "-m", "tests.ppo.preload", "tests.ppo.compile_in_turns"]
     result = subprocess.run(
         [*command, str(tmp_path)],
         capture_output=True,

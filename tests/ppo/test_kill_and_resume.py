@@ -15,7 +15,7 @@ _KILLS = 6
 def test_killed_and_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, random_seed: int
 ) -> None:
-    command = [sys.executable, "-m", "tests.ppo.loaded", "tests.ppo.killed_training"]
+    command = [sys.executable, "-m", "tests.ppo.preload", "tests.ppo.killed_training"]
     result = subprocess.run(
         [*command, str(tmp_path), str(random_seed), str(_KILLS)],
         capture_output=True,

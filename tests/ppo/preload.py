@@ -1,6 +1,6 @@
 """Load TensorFlow as `ppo train` does; imported by processes from which tests fork.
 
-    python -m tests.ppo.loaded MODULE ARGUMENTS
+    python -m tests.ppo.preload MODULE ARGUMENTS
 
 runs a module in a process that has loaded TensorFlow.
 """
