@@ -14,7 +14,7 @@ from ppo.evaluation.evaluate import evaluate_run
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from tests.learning import tasks
-from tests.ppo import pairs
+from tests.ppo import cluster
 from tests.ppo.runs import rows_of
 
 CONFIG = Config(
@@ -66,9 +66,9 @@ def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     settings = ("--set", "total_steps=80000", "--distribute", "--num-workers=1")
     other = ("train", "cartpole", *settings)
     first = (*other, "--run-dir", str(tmp_path / "run"))
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
-        codes = [pairs.wait_for_exit(process, 450) for process in processes]
-    assert codes == [0, 0], pairs.outputs(tmp_path)
+    with cluster.started_learners(main, [[first], [other]], tmp_path) as processes:
+        codes = [cluster.wait_for_exit(process, 450) for process in processes]
+    assert codes == [0, 0], cluster.outputs(tmp_path)
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert evaluation["mean_return"] >= 475
 

@@ -25,8 +25,8 @@ from ppo.run_folder.checkpoint import Counters
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 from ppo.training_run import TrainingRun
-from tests.ppo import one_update, pairs
-from tests.ppo.pairs import eager_main
+from tests.ppo import cluster, one_update
+from tests.ppo.cluster import eager_main
 from tests.ppo.runs import counters, eagerly, ppo, rows_of
 
 # Learners are processes that load TensorFlow and compile, on a shared machine.
@@ -47,9 +47,9 @@ COMMON = ("train", "--distribute", "--num-workers=1")
 def update_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     arguments = [[folder], [folder]]
-    with pairs.started_learners(one_update.main, arguments, folder) as processes:
-        codes = [*map(pairs.wait_for_exit, processes)]
-    assert codes == [0, 0], pairs.outputs(folder)
+    with cluster.started_learners(one_update.main, arguments, folder) as processes:
+        codes = [*map(cluster.wait_for_exit, processes)]
+    assert codes == [0, 0], cluster.outputs(folder)
     return folder
 
 
@@ -116,7 +116,7 @@ def test_unresponsive_learner_counts_as_lost(update_of_two: Path) -> None:
 
 def wait_for(condition: Any, processes: Any, folder: Path) -> None:
     while not condition():
-        assert all(process.is_alive() for process in processes), pairs.outputs(folder)
+        assert all(process.is_alive() for process in processes), cluster.outputs(folder)
         time.sleep(0.1)
 
 
@@ -132,12 +132,12 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     other = (*COMMON, "CartPole-v1", *SET_OPTIONS)
     first = (*other, "--run-dir", str(run))
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
+    with cluster.started_learners(main, [[first], [other]], tmp_path) as processes:
         wait_for(RunFolder(run).has_checkpoint, processes, tmp_path)
         processes[1].kill()
-        assert pairs.wait_for_exit(processes[0]) == 1
+        assert cluster.wait_for_exit(processes[0]) == 1
     errors = [
-        line for line in pairs.outputs(tmp_path)[0].splitlines() if "rror" in line
+        line for line in cluster.outputs(tmp_path)[0].splitlines() if "rror" in line
     ]
     assert len(errors) == 1
     assert errors[0].startswith("Error: Learner 0: learner 1 exited or became unr")
@@ -147,15 +147,17 @@ def test_run_is_resumed_after_a_learner_was_killed(tmp_path: Path) -> None:
     assert rows_of(run)[0]["steps"] == 64
 
     first = (*COMMON, "--resume", str(run))
-    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
+    with cluster.started_learners(
+        eager_main, [[first], [other]], tmp_path
+    ) as processes:
         metrics = run / "metrics.jsonl"  # the last line may be incomplete
         wait_for(
             lambda: read_metrics(metrics)[-1]["steps"] > steps, processes, tmp_path
         )
         os.kill(processes[1].pid or 0, signal.SIGINT)
-        assert [*map(pairs.wait_for_exit, processes)] == [0, 0]
+        assert [*map(cluster.wait_for_exit, processes)] == [0, 0]
     steps = steps_of(run)
-    assert "Learner 1 finished after" in pairs.outputs(tmp_path)[1]
+    assert "Learner 1 finished after" in cluster.outputs(tmp_path)[1]
 
     longer = f"total_steps={steps + 3 * 64}"
     alone = ("train", "--num-workers=1", "--resume", run, "--set", longer)
@@ -177,16 +179,20 @@ def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
     callbacks = f'callbacks=["{tmp_path}/stops.py:stop"]'
     other = (*COMMON, "--restartable", "CartPole-v1", *SET_OPTIONS, "--set", callbacks)
     first = (*other, "--run-dir", str(run))
-    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
-        codes = [*map(pairs.wait_for_exit, processes)]
-    assert codes == [0, 0], pairs.outputs(tmp_path)
+    with cluster.started_learners(
+        eager_main, [[first], [other]], tmp_path
+    ) as processes:
+        codes = [*map(cluster.wait_for_exit, processes)]
+    assert codes == [0, 0], cluster.outputs(tmp_path)
     assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
 
     # A finished run is not trained further, but evaluated again.
     first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
-    with pairs.started_learners(eager_main, [[first], [other]], tmp_path) as processes:
-        codes = [*map(pairs.wait_for_exit, processes)]
-    assert codes == [0, 0], pairs.outputs(tmp_path)
+    with cluster.started_learners(
+        eager_main, [[first], [other]], tmp_path
+    ) as processes:
+        codes = [*map(cluster.wait_for_exit, processes)]
+    assert codes == [0, 0], cluster.outputs(tmp_path)
     assert counters(run).steps == 128
 
 
@@ -229,7 +235,7 @@ def test_doubled_address_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) ->
 def test_indivisible_batch_is_an_error_before_envs_start(
     monkeypatch: pytest.MonkeyPatch, setting: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TF_CONFIG", pairs.tf_configs(3)[0])
+    monkeypatch.setenv("TF_CONFIG", cluster.tf_configs(3)[0])
     run = tmp_path / "run"
     changes = ["num_envs=15", "horizon=12", "minibatch_size=15", f"{setting}=20"]
     options = [word for each in changes for word in ("--set", each)]
@@ -243,7 +249,7 @@ def test_indivisible_batch_is_an_error_before_envs_start(
 def test_only_the_chief_accepts_resume(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TF_CONFIG", pairs.tf_configs()[1])
+    monkeypatch.setenv("TF_CONFIG", cluster.tf_configs()[1])
     code, _, errors = ppo("train", "--resume", tmp_path, "--distribute")
     assert code == 2
     assert errors.startswith(
@@ -321,9 +327,9 @@ def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
 def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
     first = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--run-dir", str(tmp_path / "run"))
     other = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--set", "discount=0.5")
-    with pairs.started_learners(main, [[first], [other]], tmp_path) as processes:
-        assert [*map(pairs.wait_for_exit, processes)] == [2, 2]
-    for text in pairs.outputs(tmp_path):
+    with cluster.started_learners(main, [[first], [other]], tmp_path) as processes:
+        assert [*map(cluster.wait_for_exit, processes)] == [2, 2]
+    for text in cluster.outputs(tmp_path):
         assert (
             "Learner 1: expected the settings of learner 0, but these differ: disc"
             in text
@@ -338,15 +344,15 @@ def test_learner_without_the_others_ends_with_one_line_or_at_a_signal(
     timeout = "0.5" if number is None else "300"
     first = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--rendezvous-timeout", timeout)
     first = (*first, "--run-dir", str(tmp_path / "run"))
-    with pairs.started_learners(main, [[first]], tmp_path, 1) as (process,):
+    with cluster.started_learners(main, [[first]], tmp_path, 1) as (process,):
         if number is not None:
             waits = "waiting for 1 other learners"
             wait_for(
-                lambda: waits in "".join(pairs.outputs(tmp_path)), [process], tmp_path
+                lambda: waits in "".join(cluster.outputs(tmp_path)), [process], tmp_path
             )
             os.kill(process.pid or 0, number)
-        code = pairs.wait_for_exit(process)
-    (output,) = pairs.outputs(tmp_path)
+        code = cluster.wait_for_exit(process)
+    (output,) = cluster.outputs(tmp_path)
     errors = [line for line in output.splitlines() if line.startswith("Error")]
     if number is None:
         (error,) = errors
