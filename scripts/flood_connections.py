@@ -33,7 +33,7 @@ from envserve.keys.key_pair import KeyPair
 from envserve.wire.sockets import raise_file_limit, use_keys
 from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.strangers import HonestClient, Stranger, honest_client
+from tests.envserve.zmtp_peers import HonestClient, ZmtpPeer, honest_client
 
 OPTIONS: Final = ("--allow-kwarg", "length", "--drain-grace", "0", "--workers", "3")
 #: Maximum time to connect: without a limit on file descriptors, and with a low limit.
@@ -74,7 +74,7 @@ def flood(address: str, public: bytes, counts: tuple[int, int, int, int]) -> Non
     """
     raise_file_limit()
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
-    peers: list[Stranger | UnknownKeyClient | None] = [None] * len(kinds)
+    peers: list[ZmtpPeer | UnknownKeyClient | None] = [None] * len(kinds)
     for index, kind in itertools.cycle(enumerate(kinds)):
         peer = peers[index]
         if peer is not None and not peer.is_disconnected():
@@ -87,7 +87,7 @@ def flood(address: str, public: bytes, counts: tuple[int, int, int, int]) -> Non
             if kind == 3:
                 peers[index] = UnknownKeyClient(address, public)
                 continue
-            peers[index] = peer = Stranger(address, None, 1.0)
+            peers[index] = peer = ZmtpPeer(address, None, 1.0)
             if kind == 1:
                 peer.send_half()
             elif kind == 2:

@@ -36,13 +36,13 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.result_report import ResultReport
 from tests.envserve.server_process import LEDGER, ServerProcess, use_user_keys
 from tests.envserve.session_fakes import make_call
-from tests.envserve.strangers import honest_client
 from tests.envserve.test_fuzz_server import (
     messages_of_odd_values,
     mutated_messages,
     random_messages,
     valid_messages,
 )
+from tests.envserve.zmtp_peers import honest_client
 
 NUM_ENVS: Final = 4
 NUM_BLOCKS: Final = 2

@@ -60,13 +60,13 @@ def test_the_server_passes_envserve_check(address: str) -> None:
 
 
 def test_a_client_with_another_key_is_rejected(address: str, tmp_path: Path) -> None:
-    stranger = KeyFolder(tmp_path)
+    unknown_client = KeyFolder(tmp_path)
     server = KeyFolder().key("server")
     assert server is not None
-    stranger.add_pin([address], server.public, "me")
+    unknown_client.add_pin([address], server.public, "me")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ENVSERVE_HOME", str(tmp_path))
-        assert isinstance(stranger.ensure_key("client"), KeyPair)
+        assert isinstance(unknown_client.ensure_key("client"), KeyPair)
         with pytest.raises(ConnectError, match="does not know this client's key"):
             request_welcome(address, 10.0)
 

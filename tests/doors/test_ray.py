@@ -298,7 +298,7 @@ def test_servers_use_the_key_of_their_node_and_clients_pin_it_by_name(
         monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "gpu1"))
         with BatchEnv.connect(ENV, [WORD], 2, seed=1) as batch:
             assert batch.reset().shape == (2, 4)
-        monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "stranger"))
+        monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path / "unknown"))
         with pytest.raises(ConnectError):
             BatchEnv.connect(ENV, [WORD], 2, seed=1)
         assert started.end(signal.SIGTERM) == 0

@@ -64,9 +64,9 @@ async def test_key_and_address_of_a_client_without_a_name_are_fields(
 ) -> None:
     audit.write(Audit("refused", reason="unknown key", fingerprint="R3TD", address="x"))
     audit.write(Audit("joined", "ann", address="10.0.0.8"))
-    stranger, joined = lines_of(tmp_path / "audit")
+    unknown, joined = lines_of(tmp_path / "audit")
     fields = ("name", "fingerprint", "address", "reason")
-    assert [stranger[f] for f in fields] == ["", "R3TD", "x", "unknown key"]
+    assert [unknown[f] for f in fields] == ["", "R3TD", "x", "unknown key"]
     assert [joined[f] for f in fields] == ["ann", "7QK2", "10.0.0.8", ""]
 
 

@@ -27,8 +27,8 @@ from envserve.worker.channel import MAX_CALL_BYTES
 from tests.envserve.conftest import Serve, WaitUntil
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import make_client
-from tests.envserve.strangers import greeting_of, more_frames
 from tests.envserve.test_hostile_servers import PeakMemory
+from tests.envserve.zmtp_peers import greeting_of, more_frames
 
 MAX_GROWTH_BYTES = 64 << 20
 

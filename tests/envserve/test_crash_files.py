@@ -23,8 +23,8 @@ def test_a_file_is_private_complete_and_named_after_the_env(tmp_path: Path) -> N
 
 
 def test_one_file_per_second_is_written_and_the_newest_are_kept(tmp_path: Path) -> None:
-    strangers = [tmp_path / name for name in ("notes.txt", "download.part")]
-    for file in strangers:
+    other_files = [tmp_path / name for name in ("notes.txt", "download.part")]
+    for file in other_files:
         file.touch()
         os.utime(file, (0, 0))
     files = CrashFolder(tmp_path)
@@ -43,9 +43,9 @@ def test_one_file_per_second_is_written_and_the_newest_are_kept(tmp_path: Path) 
         paths.append(path)
         assert not files.may_write(now + 0.9)
     newest = files.write("b", b"", 200.0)
-    left = {*tmp_path.iterdir()} - {*strangers}
+    left = {*tmp_path.iterdir()} - {*other_files}
     assert left == {*paths[3:], newest}  # 50 in all
-    assert all(stranger.exists() for stranger in strangers)
+    assert all(file.exists() for file in other_files)
     assert not leftover.exists()
 
 

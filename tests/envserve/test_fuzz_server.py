@@ -23,7 +23,7 @@ from tests.envserve.conftest import Attach as AttachLane
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import use_user_keys
 from tests.envserve.session_fakes import make_call
-from tests.envserve.strangers import HonestClient
+from tests.envserve.zmtp_peers import HonestClient
 
 NUM_RANDOM = 5_000
 NUM_MUTATED = 40_000

@@ -59,8 +59,8 @@ def costly_messages(raw: RawClient) -> Iterator[tuple[str, list[Buffer]]]:
     boot = raw.server.boot
     numbers: dict[str, Any] = {"session": SESSION, "boot": boot, "epoch": 1}
     attach = dataclasses.replace(make_attach(), env_name="aeiorntl" * 25).encode()
-    stranger = Message(MessageType.ATTACH, session=1, boot=boot, body=attach)
-    yield "unknown env", encode(stranger)
+    unknown_env = Message(MessageType.ATTACH, session=1, boot=boot, body=attach)
+    yield "unknown env", encode(unknown_env)
     for kind in MessageType:
         for name, item in ITEMS.items():
             call = {"kind": "set", "name": "x"}

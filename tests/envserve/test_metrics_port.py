@@ -287,9 +287,9 @@ def test_refused_keys_and_reopened_sockets_are_counted(
         return samples(read_with_retries(address))[f"envserve_{short}_total"]
 
     assert (count("refused_keys"), count("reopened")) == (0, 0)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        use_keys(stranger, keys.public, KeyPair.generate())
-        stranger.connect(server.address)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
+        use_keys(unknown, keys.public, KeyPair.generate())
+        unknown.connect(server.address)
         wait_until(lambda: count("refused_keys") == 1)
     with contextlib.closing(Connection(server.address)) as connection:
         connection.wait(PATIENCE, for_writing=True)

@@ -23,8 +23,8 @@ from envserve.wire.message import Message, decode, encode
 from envserve.wire.sockets import use_keys
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.strangers import HELLO, KeyedStranger, honest_client
 from tests.envserve.test_metrics_port import read_with_retries, samples
+from tests.envserve.zmtp_peers import HELLO, OneShotDealer, honest_client
 
 OPENINGS = ("--metrics-port", "0", "--drain-grace", "0", "--allow-kwarg", "length")
 
@@ -221,7 +221,7 @@ def test_a_user_who_floods_with_invalid_messages_is_blocked(
     assert counter(server, "reopened_total")() == 1
     keys = folder.key("server")
     assert keys is not None
-    with KeyedStranger(server.address, keys.public, PAIR, [b""]) as again:
+    with OneShotDealer(server.address, keys.public, PAIR, [b""]) as again:
         assert not again.is_admitted()
 
 
@@ -232,7 +232,7 @@ def test_a_client_with_an_expired_key_is_refused_and_counted(
     server = start(serve, folder, *OPENINGS, **{option: time.time() - 1.0})
     keys = folder.key("server")
     assert keys is not None
-    with KeyedStranger(server.address, keys.public, PAIR, HELLO) as late:
+    with OneShotDealer(server.address, keys.public, PAIR, HELLO) as late:
         assert not late.is_admitted()
     count = counter(server, "refused_keys_total")
     wait_until(lambda: count() == 1)

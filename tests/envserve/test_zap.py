@@ -27,11 +27,11 @@ from envserve.server.zmq_guards.zap import Zap, user_of
 from envserve.session.server.decisions import Audit
 from envserve.settings import HostSettings
 from envserve.wire.sockets import use_keys
-from tests.envserve.strangers import KEYLESS_COMMANDS, Stranger
+from tests.envserve.zmtp_peers import KEYLESS_COMMANDS, ZmtpPeer
 
-SERVER, FRIEND, STRANGER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
-GRANT = Grant(name="ann", public=FRIEND.public)
-INVITED = Grant(name="bob", public=FRIEND.public, until=9e9)
+SERVER, AUTHORISED, UNKNOWN = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
+GRANT = Grant(name="ann", public=AUTHORISED.public)
+INVITED = Grant(name="bob", public=AUTHORISED.public, until=9e9)
 BINDS = ["tcp://127.0.0.1:0"]
 #: Seconds within which an admitted client's message arrives, even on a busy machine.
 PATIENCE = 20.0
@@ -42,7 +42,7 @@ Find = Callable[[bytes], Grant | None]
 
 
 def find(public: bytes) -> Grant | None:
-    return GRANT if public == FRIEND.public else None
+    return GRANT if public == AUTHORISED.public else None
 
 
 class KeyedRouter:
@@ -125,23 +125,23 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
 
 
 #: Keyword arguments to `connect` for clients that must be refused.
-STRANGERS: dict[str, dict[str, Any]] = {
+UNKNOWN_CLIENTS: dict[str, dict[str, Any]] = {
     "no keys": {"pair": None},
-    "another key of the server": {"pair": FRIEND, "server": STRANGER.public},
-    "an unknown key": {"pair": STRANGER},
+    "another key of the server": {"pair": AUTHORISED, "server": UNKNOWN.public},
+    "an unknown key": {"pair": UNKNOWN},
     "a password": {"pair": None, "PLAIN_USERNAME": b"ann", "PLAIN_PASSWORD": b"ann"},
     "another domain": {"pair": None, "ZAP_DOMAIN": b"envserve"},
 }
 
 
-@pytest.mark.parametrize("client", STRANGERS)
+@pytest.mark.parametrize("client", UNKNOWN_CLIENTS)
 async def test_only_a_client_with_a_known_key_is_admitted(
     open_router: Callable[..., KeyedRouter], connect: Callable[..., Any], client: str
 ) -> None:
     router = open_router()
-    connect(router.address, **STRANGERS[client])
+    connect(router.address, **UNKNOWN_CLIENTS[client])
     assert not await router.receives(SHORT)
-    connect(router.address, FRIEND)
+    connect(router.address, AUTHORISED)
     assert await router.receives(PATIENCE)
     assert [(peer[-1], text) for peer, text in router.received] == [
         ("ann", b"let me in")
@@ -153,7 +153,7 @@ async def test_no_client_is_admitted_by_a_mechanism_without_keys(
     open_router: Callable[..., KeyedRouter], mechanism: str
 ) -> None:
     router = open_router()
-    with Stranger(router.address, None) as peer:
+    with ZmtpPeer(router.address, None) as peer:
         peer.greet_with(mechanism)
         assert not await asyncio.to_thread(peer.is_admitted)
     assert not router.sockets.has_unread()
@@ -169,7 +169,7 @@ def fail(public: bytes) -> None:
     ids=["none", "stopped", "raises", "no known keys"],
 )
 @pytest.mark.parametrize(
-    "pair", [STRANGER, FRIEND, None], ids=["unknown", "known", "no"]
+    "pair", [UNKNOWN, AUTHORISED, None], ids=["unknown", "known", "no"]
 )
 async def test_without_a_clear_answer_no_client_is_admitted(
     open_router: Callable[..., KeyedRouter],
@@ -199,7 +199,7 @@ async def test_a_client_is_admitted_after_a_temporary_failure_of_the_handler(
         return find(public)
 
     router = open_router(fail_first)
-    connect(router.address, FRIEND)
+    connect(router.address, AUTHORISED)
     assert await router.receives(PATIENCE)
     assert router.zap is not None
     assert router.zap.counts == {"300": 1, "200": 1}
@@ -209,11 +209,11 @@ async def test_an_invited_client_has_the_invitation_as_its_user(
     open_router: Callable[..., KeyedRouter], connect: Callable[..., Any]
 ) -> None:
     router = open_router(lambda public: INVITED)
-    connect(router.address, FRIEND)
+    connect(router.address, AUTHORISED)
     assert await router.receives(PATIENCE)
     (((*_, user), _),) = router.received
     assert user == user_of(INVITED) != "bob"
-    assert formats.decode(formats.INVITATION, user) == FRIEND.public
+    assert formats.decode(formats.INVITATION, user) == AUTHORISED.public
 
 
 async def test_a_refused_key_is_audited_with_its_fingerprint_and_address(
@@ -221,18 +221,18 @@ async def test_a_refused_key_is_audited_with_its_fingerprint_and_address(
 ) -> None:
     events: list[Audit] = []
     router = open_router(audit=events.append)
-    connect(router.address, STRANGER)
+    connect(router.address, UNKNOWN)
     assert not await router.receives(SHORT)
     async with asyncio.timeout(PATIENCE):
         while not events:
             await router.receives(SHORT)
     (event,) = events
     assert (event.event, event.user, event.reason) == ("refused", "", "unknown key")
-    shown = formats.fingerprint(STRANGER.public)
+    shown = formats.fingerprint(UNKNOWN.public)
     assert (event.fingerprint, event.address) == (shown, "127.0.0.1")
 
 
-async def test_requests_of_strangers_share_the_loop_with_other_callbacks(
+async def test_requests_of_unknown_clients_share_the_loop_with_other_callbacks(
     open_router: Callable[..., KeyedRouter],
 ) -> None:
     """A turn ends after 2 ms, however many requests wait and however slow they are."""
@@ -245,7 +245,7 @@ async def test_requests_of_strangers_share_the_loop_with_other_callbacks(
 
     router = open_router(find_slowly)
     assert router.zap is not None
-    request = [b"1.0", b"7", b"envserve", b"::1", b"", b"CURVE", STRANGER.public]
+    request = [b"1.0", b"7", b"envserve", b"::1", b"", b"CURVE", UNKNOWN.public]
     with router.sockets.context.socket(zmq.DEALER) as socket:
         socket.connect("inproc://zeromq.zap.01")
         for _ in range(20):
@@ -263,7 +263,7 @@ async def test_requests_wait_until_the_grants_are_up_to_date(
 ) -> None:
     is_ready = False
     router = open_router(is_ready=lambda: is_ready)
-    connect(router.address, FRIEND)
+    connect(router.address, AUTHORISED)
     assert not await router.receives(SHORT)
     assert router.zap is not None
     assert not router.zap.counts
@@ -277,14 +277,14 @@ async def test_malformed_requests_are_answered(
 ) -> None:
     router = open_router()
     assert router.zap is not None
-    valid = [b"1.0", b"7", b"envserve", b"127.0.0.1", b"", b"CURVE", FRIEND.public]
+    valid = [b"1.0", b"7", b"envserve", b"127.0.0.1", b"", b"CURVE", AUTHORISED.public]
     socket = router.sockets.context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect("inproc://zeromq.zap.01")
     for index, (request, status) in enumerate(
         [
             (valid, b"200"),
-            ([*valid[:6], STRANGER.public], b"400"),
+            ([*valid[:6], UNKNOWN.public], b"400"),
             ([*valid[:6], b"short"], b"300"),
             ([*valid[:5], b"NULL"], b"300"),
             ([*valid[:5], b"PLAIN", b"ann", b"ann"], b"300"),
@@ -337,7 +337,7 @@ async def test_a_user_who_makes_the_server_close_all_connections_is_blocked_for_
 ) -> None:
     router = open_router()
     for count in range(1, 4):
-        socket = connect(router.address, FRIEND)
+        socket = connect(router.address, AUTHORISED)
         assert await router.receives(PATIENCE)
         socket.send_multipart([b""] * 60_000)
         async with asyncio.timeout(PATIENCE):
@@ -349,7 +349,7 @@ async def test_a_user_who_makes_the_server_close_all_connections_is_blocked_for_
     assert "ann is rejected for 60 s" in caplog.text
     assert router.sockets.is_shut_out("ann")
     router.received.clear()
-    connect(router.address, FRIEND)
+    connect(router.address, AUTHORISED)
     assert router.zap is not None
     async with asyncio.timeout(PATIENCE):
         while not router.zap.counts["300"]:

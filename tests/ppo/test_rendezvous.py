@@ -43,9 +43,9 @@ def test_learners_meet_in_any_order_beside_other_programs() -> None:
         host, port = addresses[0].split(":")
         while not has_met.is_set():
             try:
-                with socket.create_connection((host, int(port)), 1) as stranger:
-                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-                    stranger.recv(1)
+                with socket.create_connection((host, int(port)), 1) as scanner:
+                    scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                    scanner.recv(1)
             except OSError:
                 has_met.wait(0.01)
 

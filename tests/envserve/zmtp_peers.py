@@ -25,7 +25,7 @@ from tests.envserve.pool_driver import attach_lane, step
 from tests.envserve.server_process import ServerProcess
 from tests.oracle.ledger_env import ledger_hash
 
-#: Number of frames that a stranger sends in one call.
+#: Number of frames that a peer sends in one call.
 _CHUNK = 1 << 16
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(52, b"\0")
@@ -49,7 +49,7 @@ def predicted_ids(count: int) -> list[bytes]:
     return [b"\0" + (first + number).to_bytes(4, "big") for number in range(count)]
 
 
-class Stranger:
+class ZmtpPeer:
     """A TCP connection that sends hand-made ZMTP."""
 
     def __init__(
@@ -165,7 +165,7 @@ def _frame(data: bytes, flags: int = 0) -> bytes:
     return bytes([flags | _LONG]) + len(data).to_bytes(8, "big") + data
 
 
-class KeyedStranger:
+class OneShotDealer:
     """A DEALER that connects once, with a key that the server may not know."""
 
     def __init__(
@@ -236,7 +236,7 @@ def honest_client(server: ServerProcess) -> Iterator[HonestClient]:
         try:
             while not is_over.is_set():
                 client.step(len(client.seconds) % 7)
-                time.sleep(0.002)  # leave the cores to the strangers
+                time.sleep(0.002)  # leave the cores to the other peers
         except BaseException as error:
             failures.append(error)
 

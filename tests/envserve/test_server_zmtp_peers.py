@@ -13,7 +13,7 @@ import zmq
 from envserve.wire.sockets import raise_file_limit
 from tests.envserve.conftest import Attach, Serve, WaitUntil
 from tests.envserve.pool_driver import kill, step
-from tests.envserve.strangers import Stranger, honest_client, predicted_ids
+from tests.envserve.zmtp_peers import ZmtpPeer, honest_client, predicted_ids
 
 MIB = 1 << 20
 #: Maximum memory growth of a server after an attack.
@@ -24,7 +24,7 @@ MAX_KEYED_GROWTH_BYTES = 32 * MIB
 #: on a busy one.
 MAX_STEP_SECONDS = 10.0
 KEYED = ("--allow-kwarg", "length", "--drain-grace", "0")
-#: No keys, because a server with keys rejects strangers during the handshake.
+#: No keys, because a server with keys rejects peers without a key during the handshake.
 OPENINGS = (*KEYED, "--insecure-no-auth")
 FEW_DESCRIPTORS = ("sh", "-c", 'ulimit -n 400 && exec "$@"', "sh")
 
@@ -35,9 +35,9 @@ def announce_routing_ids(address: str) -> Iterator[None]:
     """Use the routing ids that a server with an unseeded `rand()` would assign next."""
     with contextlib.ExitStack() as stack:
         for routing_id in predicted_ids(20):
-            stack.enter_context(Stranger(address, routing_id))
+            stack.enter_context(ZmtpPeer(address, routing_id))
         for _ in range(20):
-            stack.enter_context(Stranger(address))
+            stack.enter_context(ZmtpPeer(address))
         yield
 
 
@@ -54,7 +54,7 @@ def fill_with_taken_routing_ids(address: str) -> Iterator[None]:
     """Send from peers with the same routing id; only the first one's data is read."""
     with contextlib.ExitStack() as stack:
         for _ in range(4):
-            peer = stack.enter_context(Stranger(address, b"taken"))
+            peer = stack.enter_context(ZmtpPeer(address, b"taken"))
             with contextlib.suppress(ConnectionError):
                 for _ in range(70):
                     peer.send(*[bytes(MIB)] * 3)
@@ -63,7 +63,7 @@ def fill_with_taken_routing_ids(address: str) -> Iterator[None]:
 
 def fill_with_endless_frames(address: str) -> Iterator[None]:
     """Send a message without a last frame; ZeroMQ buffers incomplete messages."""
-    with Stranger(address) as peer, contextlib.suppress(ConnectionError):
+    with ZmtpPeer(address) as peer, contextlib.suppress(ConnectionError):
         for _ in range(10):
             peer.send_unfinished(MIB)
             yield
@@ -97,7 +97,7 @@ def test_a_message_of_endless_frames_does_not_delay_other_clients(
     server = serve(*OPENINGS, bind=binds if place == 0 else binds[::-1])
     with honest_client(server) as client:
         for _ in range(3):
-            with Stranger(server.addresses[place]) as peer:
+            with ZmtpPeer(server.addresses[place]) as peer:
                 peer.send_unfinished(MIB // 8)
                 peer.send(b"the last one")
                 peer.wait_until_disconnected()
@@ -109,7 +109,7 @@ def test_a_message_of_endless_frames_does_not_delay_other_clients(
 
 
 @contextlib.contextmanager
-def idle_strangers(address: str, count: int) -> Iterator[None]:
+def idle_peers(address: str, count: int) -> Iterator[None]:
     """Open `count` connections that send nothing."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -123,14 +123,14 @@ def idle_strangers(address: str, count: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_idle_strangers_leave_descriptors_for_others(
+def test_idle_peers_leave_descriptors_for_others(
     serve: Serve, attach: Attach, wait_until: WaitUntil
 ) -> None:
     raise_file_limit()
     server = serve(*OPENINGS, prefix=FEW_DESCRIPTORS)
     lane = attach(server, env_kwargs={"length": 10**6})
     folder = Path(f"/proc/{server.process.pid}/fd")
-    with idle_strangers(server.address, 500):
+    with idle_peers(server.address, 500):
         wait_until(lambda: len(list(folder.iterdir())) >= 398)
         kill(server.worker_pids[0])
         while not any(outcome.faults for outcome in step(lane, 1)):
@@ -143,14 +143,14 @@ def test_idle_strangers_leave_descriptors_for_others(
 
 
 def take_all_descriptors(address: str) -> Iterator[None]:
-    with idle_strangers(address, 500):
+    with idle_peers(address, 500):
         yield
 
 
 def fill_in_handshakes(address: str) -> Iterator[None]:
     """Send data within unfinished handshakes; ZeroMQ buffers it."""
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(Stranger(address, None)) for _ in range(40)]
+        peers = [stack.enter_context(ZmtpPeer(address, None)) for _ in range(40)]
         for number, peer in enumerate(peers):
             with contextlib.suppress(ConnectionError):
                 peer.begin_handshake()
@@ -169,7 +169,7 @@ def fill_in_handshakes(address: str) -> Iterator[None]:
         (take_all_descriptors, False),
     ],
 )
-def test_strangers_have_no_effect_on_a_server_with_keys(
+def test_peers_without_a_key_have_no_effect_on_a_server_with_keys(
     serve: Serve, wait_until: WaitUntil, attack: Attack, is_disconnected: bool
 ) -> None:
     raise_file_limit()
