@@ -16,7 +16,7 @@ from envserve.errors import ConnectError
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from tests.envserve.page_client import served
-from tests.envserve.page_fakes import FakeObserver, FakeServer
+from tests.envserve.page_fakes import FakeObserver, FakeServerState
 
 CHROMIUM = "/usr/bin/chromium"
 EVIL = "<img src=x onerror=\"document.title='evil'\">"
@@ -37,16 +37,16 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def servers(request: pytest.FixtureRequest) -> dict[str, FakeServer]:
+def servers(request: pytest.FixtureRequest) -> dict[str, FakeServerState]:
     num_envs = getattr(request, "param", 16)
     return {
-        "tcp://sim1:5555": FakeServer("CartPole-v1", num_envs=num_envs),
-        "tcp://sim2:5555": FakeServer(EVIL, num_envs=3, host="", has_images=False),
+        "tcp://sim1:5555": FakeServerState("CartPole-v1", num_envs=num_envs),
+        "tcp://sim2:5555": FakeServerState(EVIL, num_envs=3, host="", has_images=False),
     }
 
 
 @pytest.fixture
-def url(servers: dict[str, FakeServer], tmp_path: Path) -> Iterator[str]:
+def url(servers: dict[str, FakeServerState], tmp_path: Path) -> Iterator[str]:
     rows = [{"steps": 100 * k, "mean_return": 20.0 * k} for k in range(9)]
     rows[-1] |= {"evaluation_return": 170.0, "rows_checked": 334112, "rows_lost": 24}
     rows[-1] |= {"demo_wrong": 0, "demo_faults": 4, "demo_recovery_ms Kill it": 83}
@@ -67,7 +67,7 @@ def url(servers: dict[str, FakeServer], tmp_path: Path) -> Iterator[str]:
 @pytest.fixture(params=[360, 1280], ids=["phone", "desk"])
 def page(
     chromium: Browser,
-    servers: dict[str, FakeServer],
+    servers: dict[str, FakeServerState],
     url: str,
     request: pytest.FixtureRequest,
 ) -> Iterator[Page]:
@@ -161,7 +161,7 @@ def test_the_page_can_be_used_with_the_keyboard_alone(page: Page) -> None:
 
 
 def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     tile = page.locator(".tile").nth(4)
     expect(tile.locator("img")).to_be_visible()
@@ -182,7 +182,7 @@ def test_an_absent_env_is_grey_and_shows_how_long_it_was_absent(
 
 
 def test_the_envs_of_a_server_disappear_and_return_with_it(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     server = servers["tcp://sim1:5555"]
     server.error = ConnectError("no server replied within 2 s")
@@ -195,7 +195,7 @@ def test_the_envs_of_a_server_disappear_and_return_with_it(
 
 
 def test_a_lease_that_replaces_another_keeps_its_tiles(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     tile = page.locator(".tile").first
     server, count = servers["tcp://sim1:5555"], page.locator(".tile").count()
@@ -216,7 +216,7 @@ def test_a_flight_record_is_downloaded(page: Page) -> None:
 
 
 def test_episodes_are_drawn_while_they_run(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     servers["tcp://sim1:5555"].end_episodes(0, *range(300, 330))
     expect(page.locator("#episodes")).to_contain_text("last 30")
@@ -224,7 +224,7 @@ def test_episodes_are_drawn_while_they_run(
 
 
 def test_the_axis_of_equal_returns_begins_at_zero(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     servers["tcp://sim1:5555"].end_episodes(0, *[500.0] * 30)
     expect(page.locator("#episodes")).to_contain_text("last 30")
@@ -246,7 +246,7 @@ def test_the_effect_of_a_button_is_scrolled_into_view(page: Page) -> None:
 
 
 def test_a_tile_without_an_image_does_not_look_absent(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     server = servers["tcp://sim1:5555"]
     server.ticks = -1  # there are no frames yet
@@ -260,7 +260,7 @@ def test_a_tile_without_an_image_does_not_look_absent(
 
 
 def test_a_page_whose_servers_are_gone_is_not_live_and_keeps_their_counts(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     connection = page.locator("#connection")
     steps = page.locator(".number", has_text="Steps per second").locator("small")
@@ -279,7 +279,7 @@ def test_a_page_whose_servers_are_gone_is_not_live_and_keeps_their_counts(
 
 @pytest.mark.parametrize("servers", [320], indirect=True)
 def test_frames_are_requested_only_while_their_tile_is_visible(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     server = servers["tcp://sim1:5555"]
     first, last = (page.locator(".tile").nth(place) for place in (1, 319))
@@ -294,7 +294,7 @@ def test_frames_are_requested_only_while_their_tile_is_visible(
 
 
 def test_a_page_shows_that_nothing_has_begun_and_that_the_run_has_ended(
-    chromium: Browser, servers: dict[str, FakeServer], tmp_path: Path
+    chromium: Browser, servers: dict[str, FakeServerState], tmp_path: Path
 ) -> None:
     server = servers["tcp://sim1:5555"]
     server.replace(steps=0)
@@ -315,7 +315,7 @@ def test_a_page_shows_that_nothing_has_begun_and_that_the_run_has_ended(
 
 
 def test_a_page_from_before_a_restart_says_so(
-    chromium: Browser, servers: dict[str, FakeServer]
+    chromium: Browser, servers: dict[str, FakeServerState]
 ) -> None:
     def build(token: str):  # type: ignore[no-untyped-def]
         address = "tcp://sim1:5555"
@@ -343,11 +343,11 @@ def test_a_page_from_before_a_restart_says_so(
 
 
 def test_a_server_that_reports_endless_envs_does_not_fill_the_browser(
-    page: Page, servers: dict[str, FakeServer]
+    page: Page, servers: dict[str, FakeServerState]
 ) -> None:
     lying = next(iter(servers.values()))
     names = [str(number) for number in range(200)]
-    lying.status = FakeServer(*names, num_envs=10**15).status
+    lying.status = FakeServerState(*names, num_envs=10**15).status
     lying.replace_lease(0, number=2**60)
     expect(page.locator(".lease")).to_have_count(128)
     expect(page.locator(".tile")).to_have_count(2048)

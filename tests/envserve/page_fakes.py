@@ -17,7 +17,7 @@ from envserve.wire.status import Histogram, LeaseStatus, ServerStatus
 BOUNDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 
-class FakeServer:
+class FakeServerState:
     """The state of one server, which tests modify.
 
     Attributes:
@@ -108,9 +108,9 @@ def histogram(peak: int) -> Histogram:
 
 
 class FakeObserver:
-    """An `Observer` of a `FakeServer`."""
+    """An `Observer` of a `FakeServerState`."""
 
-    def __init__(self, server: FakeServer) -> None:
+    def __init__(self, server: FakeServerState) -> None:
         self.server = server
 
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ from envserve.monitoring.page.data_feed import DataFeed
 from envserve.monitoring.page.serve import finish_page, page_process, page_server
 from tests.command_line import invoke
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, Events, served
-from tests.envserve.page_fakes import FakeObserver, FakeServer
+from tests.envserve.page_fakes import FakeObserver, FakeServerState
 
 ADDRESS = NamedAddress("tcp://10.0.0.2:5555", "tcp://sim1:5555")
 
@@ -44,7 +44,7 @@ BUTTONS = {
 Build = Callable[[str], Starlette]
 
 
-def build_over(server: FakeServer, run: Path | None = None) -> Build:
+def build_over(server: FakeServerState, run: Path | None = None) -> Build:
     observe = cast(Any, lambda _: FakeObserver(server))
     feed = DataFeed([ADDRESS], run, observe)
     return lambda token: build_app(feed, token=token, buttons=BUTTONS)
@@ -52,17 +52,17 @@ def build_over(server: FakeServer, run: Path | None = None) -> Build:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with served(build_over(FakeServer("CartPole-v1"))) as url:
+    with served(build_over(FakeServerState("CartPole-v1"))) as url:
         yield Browser(url)
 
 
 @pytest.fixture
-def server() -> FakeServer:
-    return FakeServer("CartPole-v1")
+def server() -> FakeServerState:
+    return FakeServerState("CartPole-v1")
 
 
 @pytest.fixture
-def watching(server: FakeServer, tmp_path: Path) -> Iterator[Browser]:
+def watching(server: FakeServerState, tmp_path: Path) -> Iterator[Browser]:
     """A browser that shows a server and a run that no other test uses."""
     with served(build_over(server, tmp_path)) as url:
         yield Browser(url)
@@ -213,7 +213,7 @@ def test_numbers_that_name_no_env_are_not_found(browser: Browser, number: str) -
 
 
 def test_browsers_receive_the_state_of_servers_and_run(
-    watching: Browser, server: FakeServer, tmp_path: Path
+    watching: Browser, server: FakeServerState, tmp_path: Path
 ) -> None:
     rows = [{"steps": k, "mean_return": 2.0 * k, "kl": None} for k in range(3)]
     text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -274,7 +274,7 @@ def test_a_folder_in_place_of_metrics_is_reported_until_it_is_a_file(
 
 
 def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
-    watching: Browser, server: FakeServer
+    watching: Browser, server: FakeServerState
 ) -> None:
     with watching.events() as events:
         events.until("server", lambda state: state["status"] is not None)
@@ -288,7 +288,7 @@ def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
 
 @pytest.mark.parametrize("pid", [4712, 4711], ids=["other pid", "same pid"])
 def test_the_counts_of_a_restarted_server_are_added_and_those_of_a_lost_one_are_not(
-    watching: Browser, server: FakeServer, pid: int
+    watching: Browser, server: FakeServerState, pid: int
 ) -> None:
     def totals(events: Events, *, faults: int, error: str = "") -> dict[str, float]:
         state = events.until(
@@ -322,7 +322,7 @@ def test_the_counts_of_a_restarted_server_are_added_and_those_of_a_lost_one_are_
 
 
 def test_frames_are_requested_once_for_all_browsers_that_show_them(
-    watching: Browser, server: FakeServer
+    watching: Browser, server: FakeServerState
 ) -> None:
     with watching.events() as one, watching.events() as other:
         one.until("server")
@@ -349,7 +349,7 @@ async def test_a_browser_that_does_not_read_is_disconnected_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("envserve.monitoring.page.app._MAX_UNREAD_SECONDS", 0.1)
-    observe = cast(Any, lambda _: FakeObserver(FakeServer("CartPole-v1")))
+    observe = cast(Any, lambda _: FakeObserver(FakeServerState("CartPole-v1")))
     feed = DataFeed([ADDRESS], None, observe)
     app = build_app(feed, token="secret")
     async with app.router.lifespan_context(app):
@@ -411,7 +411,7 @@ def observe_nothing(address: str) -> Observer:
 def test_the_next_free_port_is_used() -> None:
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
-        with served(build_over(FakeServer()), port) as url:
+        with served(build_over(FakeServerState()), port) as url:
             browser = Browser(url)
             assert browser.port > port
             assert browser.request("GET", "/")[0] == 200
@@ -419,7 +419,7 @@ def test_the_next_free_port_is_used() -> None:
 
 def test_an_address_of_another_host_raises() -> None:
     with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1:80"):
-        page_server(build_over(FakeServer()), "192.0.2.1", 80)
+        page_server(build_over(FakeServerState()), "192.0.2.1", 80)
 
 
 def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
@@ -512,7 +512,7 @@ def test_a_page_that_cannot_be_served_is_an_error_of_one_line(
 
 
 async def test_the_feed_uses_little_cpu_time_without_browsers() -> None:
-    server = FakeServer("CartPole-v1")
+    server = FakeServerState("CartPole-v1")
     feed = DataFeed([ADDRESS], None, cast(Any, lambda _: FakeObserver(server)))
     await feed.start()
     before = time.process_time()

@@ -14,7 +14,7 @@ from envserve.lane import RenderedFrame
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, served
-from tests.envserve.page_fakes import FakeObserver, FakeServer
+from tests.envserve.page_fakes import FakeObserver, FakeServerState
 from tests.envserve.test_page import ADDRESS, build_over, set_tiles
 
 
@@ -28,7 +28,7 @@ class UnrequestedFrames(FakeObserver):
 
 
 def test_unrequested_frames_are_not_stored() -> None:
-    server = FakeServer("CartPole-v1")
+    server = FakeServerState("CartPole-v1")
     feed = DataFeed([ADDRESS], None, cast(Any, lambda _: UnrequestedFrames(server)))
 
     with (
@@ -48,7 +48,7 @@ def test_connections_without_a_complete_request_are_closed(
     monkeypatch: pytest.MonkeyPatch, sent: str
 ) -> None:
     monkeypatch.setattr("envserve.monitoring.page.serve._MAX_IDLE_SECONDS", 1.0)
-    with served(build_over(FakeServer())) as url, Browser(url).events():
+    with served(build_over(FakeServerState())) as url, Browser(url).events():
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port)) as silent:
             silent.settimeout(TIMEOUT_SECONDS)
