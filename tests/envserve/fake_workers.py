@@ -115,7 +115,7 @@ class FakeLauncher:
         """Do nothing, because the test itself reports exits."""
 
 
-class FakePool:
+class PoolOfFakeWorkers:
     """A pool of two envs on fake workers, with methods that step and lose workers."""
 
     def __init__(self, num_workers: int = 1, num_splits: int = 2) -> None:

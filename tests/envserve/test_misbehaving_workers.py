@@ -19,14 +19,14 @@ from envserve.spaces.env_spec import describe
 from envserve.worker import channel
 from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
 
-from .fake_workers import DISCRETE, FakePool
+from .fake_workers import DISCRETE, PoolOfFakeWorkers
 from .pool_driver import gather, wait_for
 from .stalls import fastest
 
 
 @pytest.fixture
-def fake_pool() -> Iterator[FakePool]:
-    with contextlib.closing(FakePool()) as made:
+def fake_pool() -> Iterator[PoolOfFakeWorkers]:
+    with contextlib.closing(PoolOfFakeWorkers()) as made:
         yield made
 
 
@@ -39,7 +39,9 @@ def fault(row: int = 0, status: int = 1) -> list[Any]:
     return [row, status, "", False]
 
 
-def test_every_submission_has_a_new_sequence_number(fake_pool: FakePool) -> None:
+def test_every_submission_has_a_new_sequence_number(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
     numbers = {fake_pool.start_step().sequence}
     fake_pool.worker.send(MessageKind.DONE, 0, max(numbers))
     assert gather(fake_pool.pool, [0]) == [Outcome(0)]
@@ -93,7 +95,7 @@ INVALID_MESSAGES: dict[str, Callable[[ChannelMessage], bytes]] = {
 
 @pytest.mark.parametrize("name", INVALID_MESSAGES)
 def test_worker_that_sends_an_invalid_message_is_replaced(
-    fake_pool: FakePool, name: str
+    fake_pool: PoolOfFakeWorkers, name: str
 ) -> None:
     message = fake_pool.start_step()
     culprit = fake_pool.worker
@@ -109,7 +111,7 @@ def test_worker_that_sends_an_invalid_message_is_replaced(
 
 
 def test_report_on_the_reset_of_a_lost_block_is_checked_too(
-    fake_pool: FakePool,
+    fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
     first = fake_pool.worker
@@ -120,7 +122,9 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(
     assert second.was_killed
 
 
-def test_a_transition_that_is_not_in_the_table_is_an_error(fake_pool: FakePool) -> None:
+def test_a_transition_that_is_not_in_the_table_is_an_error(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
     fake_pool.start_step()
     (worker,) = fake_pool.pool._workers.all
     with pytest.raises(AssertionError, match=r"SERVING.* cannot change to STARTING"):
@@ -128,7 +132,9 @@ def test_a_transition_that_is_not_in_the_table_is_an_error(fake_pool: FakePool) 
     assert worker.state is WorkerState.SERVING
 
 
-def test_second_answer_to_the_same_step_is_invalid(fake_pool: FakePool) -> None:
+def test_second_answer_to_the_same_step_is_invalid(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
     message = fake_pool.start_step()
     culprit = fake_pool.worker
     for _ in range(2):
@@ -138,7 +144,9 @@ def test_second_answer_to_the_same_step_is_invalid(fake_pool: FakePool) -> None:
     assert culprit.was_killed
 
 
-def test_answer_written_before_the_end_still_counts(fake_pool: FakePool) -> None:
+def test_answer_written_before_the_end_still_counts(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
     message = fake_pool.start_step()
     fake_pool.worker.send(MessageKind.DONE, 0, message.sequence)
     fake_pool.worker.die(1)
@@ -147,7 +155,7 @@ def test_answer_written_before_the_end_still_counts(fake_pool: FakePool) -> None
 
 
 def test_traceback_is_reported_although_the_pool_has_written_first(
-    fake_pool: FakePool,
+    fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
     culprit = fake_pool.worker
@@ -161,7 +169,7 @@ def test_traceback_is_reported_although_the_pool_has_written_first(
 
 @pytest.mark.parametrize("comes_first", ["end of file", "exit status"])
 def test_death_is_reported_once_both_signs_are_there(
-    fake_pool: FakePool, comes_first: str
+    fake_pool: PoolOfFakeWorkers, comes_first: str
 ) -> None:
     fake_pool.start_step()
     culprit = fake_pool.worker
@@ -174,7 +182,7 @@ def test_death_is_reported_once_both_signs_are_there(
 
 
 def test_worker_that_closes_its_socket_without_exiting_is_killed(
-    fake_pool: FakePool,
+    fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
     culprit = fake_pool.worker
@@ -187,7 +195,7 @@ def test_worker_that_closes_its_socket_without_exiting_is_killed(
 
 @pytest.mark.parametrize("sign", ["end of file", "wrong answer"])
 def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
-    fake_pool: FakePool, sign: str
+    fake_pool: PoolOfFakeWorkers, sign: str
 ) -> None:
     message = fake_pool.start_step()
     culprit = fake_pool.worker
@@ -212,7 +220,7 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
 
 def test_closing_does_not_wait_for_worker_that_cannot_be_killed() -> None:
     def attempt() -> float:
-        with contextlib.closing(FakePool()) as fake_pool:
+        with contextlib.closing(PoolOfFakeWorkers()) as fake_pool:
             fake_pool.start_step()
             fake_pool.launcher.can_kill = False
             began = time.monotonic()
@@ -236,7 +244,7 @@ def test_closing_does_not_wait_for_worker_that_cannot_be_killed() -> None:
     ids=["empty", "garbage", "list", "no action", "unknown"],
 )
 def test_worker_whose_spaces_cannot_be_read_is_an_error_at_once(
-    fake_pool: FakePool, payload: bytes
+    fake_pool: PoolOfFakeWorkers, payload: bytes
 ) -> None:
     workers = fake_pool.launcher.workers
     wait_for(fake_pool.pool, lambda: len(workers) == 1)
@@ -249,7 +257,7 @@ def test_worker_whose_spaces_cannot_be_read_is_an_error_at_once(
 
 
 def test_worker_that_comes_back_with_other_spaces_is_killed(
-    fake_pool: FakePool,
+    fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
     first = fake_pool.worker
@@ -260,7 +268,7 @@ def test_worker_that_comes_back_with_other_spaces_is_killed(
 
 
 def test_workers_with_different_spaces_are_an_error_that_names_them() -> None:
-    fake_pool = FakePool(num_workers=2, num_splits=1)
+    fake_pool = PoolOfFakeWorkers(num_workers=2, num_splits=1)
     first, second = fake_pool.launcher.workers
     first.become_ready()
     second.become_ready(describe(spaces.Discrete(4)))

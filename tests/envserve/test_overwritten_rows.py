@@ -18,7 +18,7 @@ from envserve.spaces import codec
 from envserve.worker.channel import MessageKind
 
 from .conftest import MakeBatch
-from .fake_workers import FakePool
+from .fake_workers import PoolOfFakeWorkers
 from .pool_driver import FAULTY, assert_lost, wait_for
 from .test_lane_faults import actions_of
 
@@ -108,9 +108,9 @@ OVERWRITTEN: dict[str, tuple[Overwrite, list[int]]] = {
 
 
 @pytest.fixture
-def two_workers() -> Iterator[FakePool]:
+def two_workers() -> Iterator[PoolOfFakeWorkers]:
     """Open a pool with two fake workers, which have one row each."""
-    made = FakePool(num_workers=2, num_splits=1)
+    made = PoolOfFakeWorkers(num_workers=2, num_splits=1)
     for worker in made.launcher.workers:
         worker.become_ready()
     wait_for(made.pool, lambda: made.pool.is_ready)
@@ -120,7 +120,7 @@ def two_workers() -> Iterator[FakePool]:
     made.close()
 
 
-def finish(made: FakePool) -> dict[int, Outcome]:
+def finish(made: PoolOfFakeWorkers) -> dict[int, Outcome]:
     """Collect both blocks, while all workers answer their messages."""
     finished: dict[int, Outcome] = {}
     give_up_at = time.monotonic() + 40.0
@@ -142,7 +142,7 @@ def finish(made: FakePool) -> dict[int, Outcome]:
 @pytest.mark.parametrize("is_answered", [False, True])
 @pytest.mark.parametrize("name", OVERWRITTEN)
 def test_overwritten_rows_are_lost_and_then_valid(
-    two_workers: FakePool, name: str, is_answered: bool
+    two_workers: PoolOfFakeWorkers, name: str, is_answered: bool
 ) -> None:
     pool, workers = two_workers.pool, two_workers.launcher.workers
     overwrite, lost = OVERWRITTEN[name]
@@ -169,7 +169,7 @@ def test_overwritten_rows_are_lost_and_then_valid(
 
 @pytest.mark.parametrize("status", [*Status][1:])
 def test_a_status_that_no_fault_explains_is_a_loss(
-    two_workers: FakePool, status: Status
+    two_workers: PoolOfFakeWorkers, status: Status
 ) -> None:
     pool = two_workers.pool
     pool.submit_step([0, 1])
@@ -182,7 +182,7 @@ def test_a_status_that_no_fault_explains_is_a_loss(
 
 
 def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
-    two_workers: FakePool,
+    two_workers: PoolOfFakeWorkers,
 ) -> None:
     pool, (first, second) = two_workers.pool, two_workers.launcher.workers
     pool.submit_reset([Reset(0)])
@@ -209,7 +209,9 @@ def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
     assert_lost(pool, finished[1], "its rows were overwritten")
 
 
-def test_rows_of_a_worker_that_has_died_are_not_checked(two_workers: FakePool) -> None:
+def test_rows_of_a_worker_that_has_died_are_not_checked(
+    two_workers: PoolOfFakeWorkers,
+) -> None:
     pool, (first, second) = two_workers.pool, two_workers.launcher.workers
     pool.submit_step([0, 1])
     put(pool.rows.status, 255)
