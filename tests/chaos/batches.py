@@ -18,7 +18,7 @@ LEDGER: Final = "envserve/ChaosLedger-v0"
 #: Number of steps in an episode: few, because most bugs occur when episodes end.
 EPISODE: Final = 10
 _KWARGS: Final = (
-    *("length", "journal", "breakdowns"),
+    *("length", "journal", "failures"),
     *("max_reset_seconds", "failure_flag"),
 )
 

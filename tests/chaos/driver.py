@@ -16,8 +16,8 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger import LOSSES, Ledger
 
 #: Actions from this number upwards are never drawn at random. Cases use them to trigger
-#: breakdowns.
-FIRST_BREAKDOWN_ACTION: Final = 900
+#: failures.
+FIRST_FAILURE_ACTION: Final = 900
 #: By status number: whether the row has recovered when its next result is valid.
 _COMPLETES_RECOVERY: Final = np.isin(np.arange(256), [*LOSSES, Status.LATE])
 
@@ -82,7 +82,7 @@ class Driver(BatchDriver):
       fault_texts: Number of faults, by the last line of the faults' texts.
     """
 
-    num_actions = FIRST_BREAKDOWN_ACTION
+    num_actions = FIRST_FAILURE_ACTION
 
     def __init__(
         self,

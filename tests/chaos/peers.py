@@ -51,7 +51,7 @@ _LOAD: Final = Workload(
     *(_NUM_ENVS, _NUM_ENVS, 0.0),
     {
         "length": 10**6,
-        "breakdowns": {
+        "failures": {
             "hang": {"actions": [_HANG], "when": "before"},
             "spin": {"actions": [_SLOW], "when": "before", "seconds": _SLOW_SECONDS},
         },

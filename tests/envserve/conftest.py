@@ -41,7 +41,7 @@ OPENINGS = [
     *("--allow-kwarg", "length", "--allow-kwarg", "reset_seconds"),
     *("--allow-kwarg", "space:any", "--allow-kwarg", "fault:any"),
     *("--allow-kwarg", "kind:any"),
-    *("--allow-kwarg", "journal:any", "--allow-kwarg", "breakdowns:any"),
+    *("--allow-kwarg", "journal:any", "--allow-kwarg", "failures:any"),
     *("--expose", "echo", "--expose", "complain", "--expose", "difficulty"),
     *("--expose", "set:difficulty"),
     *("--expose", "loaded_modules", "--drain-grace", "0"),

@@ -69,7 +69,7 @@ def fatal_kwargs(journal: Path) -> dict[str, Any]:
     return {
         "length": LENGTH,
         "journal": str(journal),
-        "breakdowns": {
+        "failures": {
             "kill": {"actions": [KILL], "when": "after"},
             "raise": {"actions": [RAISE]},
         },

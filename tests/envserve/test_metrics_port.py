@@ -244,9 +244,7 @@ def test_counts_of_faults_and_rows_match_the_ledger(
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     # An exception invalidates one row, and the death of a worker its two rows.
     kinds = {997: ("ENV_ERROR", 1), 998: ("WORKER_DIED", 2)}
-    env_kwargs = {
-        "breakdowns": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}
-    }
+    env_kwargs = {"failures": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}}
     faults, lost = Counter[str](), Counter[str]()
     ledger = Ledger(4, 3)
     options: dict[str, Any] = {"seed": 3, "env_kwargs": env_kwargs}

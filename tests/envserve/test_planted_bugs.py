@@ -44,7 +44,7 @@ def run_pool(launcher: Launcher, folder: Path, bug: str = "") -> Ledger:
         "bug": bug,
         "length": LENGTH,
         "journal": str(folder),
-        "breakdowns": {
+        "failures": {
             "kill": {"actions": [KILL], "when": "after"},
             "raise": {"actions": [RAISE]},
         },

@@ -243,7 +243,7 @@ def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
             os.close(ours)
     text = output.decode()
     assert "RuntimeError: the simulator lost its balance" in text
-    assert "-> BREAKDOWNS[self._fault](math.inf)" in text
+    assert "-> FAILURES[self._fault](math.inf)" in text
     assert "(8, 1)" in text
 
 

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from tests.oracle.breakdowns import BreakdownPlan
+from tests.oracle.env_failures import FailurePlan
 from tests.oracle.journal import Array, Journal, Writer
 
 HASH_FACTOR: Final = 6364136223846793005
@@ -48,7 +48,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         render_mode: str | None = None,
         *,
         journal: str | Writer | None = None,
-        breakdowns: Mapping[str, Mapping[str, Any]] | None = None,
+        failures: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Create an env that has not been reset.
 
@@ -56,10 +56,10 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
           length: Number of steps in an episode.
           journal: A folder in which a journal of applied actions is written, or an
             object with the methods of `Journal`.
-          breakdowns: Failures, by their name in `BREAKDOWNS`, for example `{"kill":
+          failures: Failures, by their name in `FAILURES`, for example `{"kill":
             {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
             "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
-            has been applied and written to the journal. Random breakdowns are
+            has been applied and written to the journal. Random failures are
             deterministic for a given seed.
         """
         low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
@@ -70,7 +70,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         self._length = length
         self._reset_seconds = reset_seconds
         self._journal = Journal(journal) if isinstance(journal, str) else journal
-        self._breakdowns = BreakdownPlan(breakdowns) if breakdowns else None
+        self._failures = FailurePlan(failures) if failures else None
         self._seed = -1
         self._episode = 0
         self._step = 0
@@ -84,8 +84,8 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         super().reset(seed=seed)
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
-        if self._breakdowns is not None:
-            self._breakdowns.trigger("reset", self.np_random)
+        if self._failures is not None:
+            self._failures.trigger("reset", self.np_random)
         if seed is not None:
             self._seed, self._episode, self._hash, self._count = seed, 0, 0, 0
         else:
@@ -97,14 +97,14 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
     def step(self, action: np.int64) -> tuple[Array, float, bool, bool, dict[str, Any]]:
         value = int(action)
         self._count += 1
-        if self._breakdowns is not None:
-            self._breakdowns.trigger("before", self.np_random, value, self._count)
+        if self._failures is not None:
+            self._failures.trigger("before", self.np_random, value, self._count)
         self._step += 1
         self._hash = ledger_hash(self._hash, value)
         if self._journal is not None:
             self._journal.write(self._seed, self._episode, self._step, value)
-        if self._breakdowns is not None:
-            self._breakdowns.trigger("after", self.np_random, value, self._count)
+        if self._failures is not None:
+            self._failures.trigger("after", self.np_random, value, self._count)
         is_over = self._step >= self._length
         is_termination = self._episode % 2 == 0
         return (

@@ -15,7 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from tests.oracle.breakdowns import BREAKDOWNS
+from tests.oracle.env_failures import FAILURES
 from tests.oracle.journal import Array
 from tests.oracle.ledger_env import LedgerEnv
 from tests.oracle.random_envs import RANDOM_ENV as RANDOM_ENV
@@ -88,7 +88,7 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
     """Has one fault, which occurs in a step with action 1, or in another method.
 
     Faults in `step`: nan, inf_reward, wrong_shape, wrong_dtype, spoil (all later steps
-    of all envs of the process raise), memory, and `BREAKDOWNS`.
+    of all envs of the process raise), memory, and `FAILURES`.
     Faults in other methods: raise_in_init, exit_in_init, raise_in_reset, hang_in_close.
     """
 
@@ -130,15 +130,15 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
                 FaultyEnv.is_process_spoiled = True
             elif self._fault == "memory":
                 np.zeros(1 << 48)  # raises MemoryError
-            elif self._fault in BREAKDOWNS:
-                BREAKDOWNS[self._fault](math.inf)
+            elif self._fault in FAILURES:
+                FAILURES[self._fault](math.inf)
         if FaultyEnv.is_process_spoiled:
             raise RuntimeError("CUDA error: device-side assert triggered")
         return observation, reward, False, False, {}
 
     def close(self) -> None:
         if self._fault == "hang_in_close":
-            BREAKDOWNS["hang"](math.inf)
+            FAILURES["hang"](math.inf)
 
 
 class ResetEnv(gymnasium.Env[Array, np.int64]):

@@ -1,4 +1,4 @@
-"""The ledger env: its hash, its journal, and its breakdowns."""
+"""The ledger env: its hash, its journal, and its failures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.oracle.breakdowns import BREAKDOWNS
+from tests.oracle.env_failures import FAILURES
 from tests.oracle.journal import Journal, read_journal
 from tests.oracle.ledger_env import LedgerEnv, ledger_hash
 from tests.oracle.simulated_batch import SimulatedBatch
@@ -17,13 +17,13 @@ from tests.oracle.simulated_batch import SimulatedBatch
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Record breakdowns instead of executing them."""
+    """Record failures instead of executing them."""
     calls: list[tuple[str, float]] = []
     recorders = {
         name: lambda seconds, name=name: calls.append((name, seconds))
-        for name in BREAKDOWNS
+        for name in FAILURES
     }
-    monkeypatch.setattr("tests.oracle.breakdowns.BREAKDOWNS", recorders)
+    monkeypatch.setattr("tests.oracle.env_failures.FAILURES", recorders)
     return calls
 
 
@@ -81,7 +81,7 @@ def test_an_env_breaks_down_at_the_specified_actions_and_steps(
 ) -> None:
     env = LedgerEnv(
         10,
-        breakdowns={
+        failures={
             "kill": {"actions": [7, 9]},
             "hang": {"steps": [2], "seconds": 0.5},
         },
@@ -100,11 +100,11 @@ def test_an_env_breaks_down_at_the_specified_actions_and_steps(
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_breakdown_happens_before_or_after_the_action_is_applied(
+def test_a_failure_happens_before_or_after_the_action_is_applied(
     tmp_path: Path, when: str
 ) -> None:
-    breakdowns = {"raise": {"actions": [7], "when": when}}
-    env = LedgerEnv(journal=str(tmp_path), breakdowns=breakdowns)
+    failures = {"raise": {"actions": [7], "when": when}}
+    env = LedgerEnv(journal=str(tmp_path), failures=failures)
     env.reset(seed=1)
     env.step(np.int64(1))
     with pytest.raises(RuntimeError, match="lost its balance"):
@@ -114,10 +114,10 @@ def test_a_breakdown_happens_before_or_after_the_action_is_applied(
     assert read_journal(tmp_path)["action"].tolist() == expected
 
 
-def test_random_breakdowns_are_deterministic_for_a_seed(
+def test_random_failures_are_deterministic_for_a_seed(
     broken: list[tuple[str, float]],
 ) -> None:
-    env = LedgerEnv(breakdowns={"exit": {"probability": 0.3}})
+    env = LedgerEnv(failures={"exit": {"probability": 0.3}})
     patterns = []
     for seed in (1, 1, 2):
         env.reset(seed=seed)
@@ -131,8 +131,8 @@ def test_random_breakdowns_are_deterministic_for_a_seed(
     assert 10 < patterns[0][-1] < 60
 
 
-def test_a_breakdown_can_happen_in_a_reset(broken: list[tuple[str, float]]) -> None:
-    env = LedgerEnv(breakdowns={"abort": {"probability": 1.0, "when": "reset"}})
+def test_a_failure_can_happen_in_a_reset(broken: list[tuple[str, float]]) -> None:
+    env = LedgerEnv(failures={"abort": {"probability": 1.0, "when": "reset"}})
     env.reset(seed=1)
     env.step(np.int64(0))
     assert [name for name, _ in broken] == ["abort"]
@@ -140,13 +140,13 @@ def test_a_breakdown_can_happen_in_a_reset(broken: list[tuple[str, float]]) -> N
 
 @pytest.mark.parametrize("name", ["hang", "spin"])
 def test_a_hang_ends_after_its_seconds(name: str) -> None:
-    BREAKDOWNS[name](0.001)
+    FAILURES[name](0.001)
 
 
 @pytest.mark.parametrize(
-    "breakdowns",
+    "failures",
     [{"explode": {}}, {"kill": {"chance": 0.5}}, {"kill": {"when": "never"}}],
 )
-def test_unknown_breakdowns_are_rejected(breakdowns: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected breakdowns from"):
-        LedgerEnv(breakdowns=breakdowns)
+def test_unknown_failures_are_rejected(failures: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="expected failures from"):
+        LedgerEnv(failures=failures)

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from tests.oracle.breakdowns import BREAKDOWNS
+from tests.oracle.env_failures import FAILURES
 
 __all__ = ["MODES"]
 
@@ -84,8 +84,8 @@ class WalksEnv(SyncVectorEnv):
             self.single_observation_space = spaces.Box(0, 1, (num_envs,))
 
     def step(self, actions: Any) -> Any:
-        if actions[0] == 3 and self._fault in BREAKDOWNS:
-            BREAKDOWNS[self._fault](math.inf)
+        if actions[0] == 3 and self._fault in FAILURES:
+            FAILURES[self._fault](math.inf)
         others: list[Any]
         observation, *others = super().step(actions)
         if actions[0] == 3 and self._fault in _BREAKS:

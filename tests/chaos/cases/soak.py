@@ -14,7 +14,7 @@ import numpy as np
 
 from tests.chaos.batches import local_driver, remote_driver, running_servers
 from tests.chaos.cases.servers import kill_and_restart
-from tests.chaos.cases.workers import DEADLY, WorkerKiller, breakdown_actions
+from tests.chaos.cases.workers import DEADLY, WorkerKiller, failure_actions
 from tests.chaos.driver import Driver
 from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.network_faults import NetworkFaults
@@ -84,7 +84,7 @@ class _Setup(NamedTuple):
 
 @contextlib.contextmanager
 def _start(trial: Trial) -> Iterator[_Setup]:
-    breakdowns = {**breakdown_actions(DEADLY), "raise": {"probability": 0.0002}}
+    failures = {**failure_actions(DEADLY), "raise": {"probability": 0.0002}}
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         # The proxies parse messages, so encryption is off.
@@ -93,7 +93,7 @@ def _start(trial: Trial) -> Iterator[_Setup]:
         proxies = [enter(Proxy(s.address, seed=trial.seed)) for s in servers]
         local = enter(
             local_driver(
-                trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs={"breakdowns": breakdowns}
+                trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs={"failures": failures}
             )
         )
         addresses = [proxy.address for proxy in proxies]

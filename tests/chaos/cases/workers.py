@@ -26,7 +26,7 @@ from tests.chaos.batches import (
     remote_driver,
     running_servers,
 )
-from tests.chaos.driver import FIRST_BREAKDOWN_ACTION, Driver
+from tests.chaos.driver import FIRST_FAILURE_ACTION, Driver
 from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
 from tests.oracle import import_threads
@@ -35,7 +35,7 @@ from tests.oracle.journal import Array
 _NUM_ENVS: Final = 32
 _NUM_WORKERS: Final = 4
 _SIGNALS: Final = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-#: Breakdowns that end the worker, before or after the action is applied.
+#: Failures that end the worker, before or after the action is applied.
 DEADLY: Final = {
     "kill": "before",
     "segfault": "after",
@@ -44,7 +44,7 @@ DEADLY: Final = {
 }
 _HANGS: Final = {"hang": "before", "stop": "after", "spin": "after"}
 _HANG_TIMEOUT: Final = 0.3
-#: Breakdowns that persist if the env is rebuilt in the same process, and the maximum
+#: Failures that persist if the env is rebuilt in the same process, and the maximum
 #: time in seconds until the row is valid again.
 _SPOILED: Final = {"spoil": 0.2, "leak": 0.2, "wait_for_thread": _HANG_TIMEOUT + 0.2}
 _SPOILED_ENVS: Final = 8
@@ -55,11 +55,11 @@ _STEP_TIMEOUT: Final = 0.5
 _RESET_SECONDS: Final = 5.0
 
 
-def breakdown_actions(breakdowns: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
-    """Return breakdowns for `LedgerEnv`, with one trigger action for each."""
+def failure_actions(failures: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
+    """Return failures for `LedgerEnv`, with one trigger action for each."""
     return {
-        name: {"actions": [FIRST_BREAKDOWN_ACTION + index], "when": when}
-        for index, (name, when) in enumerate(breakdowns.items())
+        name: {"actions": [FIRST_FAILURE_ACTION + index], "when": when}
+        for index, (name, when) in enumerate(failures.items())
     }
 
 
@@ -99,7 +99,7 @@ class WorkerKiller:
             self._injector.inject(self._random.uniform(0.0, _MAX_DELAY_SECONDS), kill)
             return True
         row = rows[self._random.integers(len(rows))]
-        actions[row] = FIRST_BREAKDOWN_ACTION + self._random.integers(len(DEADLY))
+        actions[row] = FIRST_FAILURE_ACTION + self._random.integers(len(DEADLY))
         self._driver.recovery_times.start(rows, time.monotonic())
         self._record_kill(rows)
         return True
@@ -136,7 +136,7 @@ class WorkerKiller:
 )
 def kill(trial: Trial) -> None:
     num_rows, num_kills = trial.count(1_000_000), trial.count(1000, 4)
-    kwargs = {"breakdowns": breakdown_actions(DEADLY)}
+    kwargs = {"failures": failure_actions(DEADLY)}
     with (
         local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver,
         FaultInjector() as injector,
@@ -173,7 +173,7 @@ def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)
     # In short runs, raise more often so that an env raises at least once.
     probability = max(0.001, 20.0 / num_rows)
-    kwargs = {"breakdowns": {"raise": {"probability": probability}}}
+    kwargs = {"failures": {"raise": {"probability": probability}}}
     with local_driver(trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs) as driver:
         while driver.ledger.num_rows < num_rows:
             driver.step()
@@ -210,7 +210,7 @@ def raise_(trial: Trial) -> None:
 )
 def hang(trial: Trial) -> None:
     num_hangs = trial.count(1000, 6)
-    kwargs = {"breakdowns": breakdown_actions(_HANGS)}
+    kwargs = {"failures": failure_actions(_HANGS)}
     with local_driver(
         trial, _NUM_ENVS, _NUM_WORKERS, env_kwargs=kwargs, step_timeout=_HANG_TIMEOUT
     ) as driver:
@@ -220,9 +220,7 @@ def hang(trial: Trial) -> None:
             blocks = trial.random.permutation(len(driver.batch.blocks))
             for block in blocks[: 1 + trial.random.integers(len(blocks))]:
                 row = trial.random.choice(driver.batch.blocks[block])
-                actions[row] = FIRST_BREAKDOWN_ACTION + trial.random.integers(
-                    len(_HANGS)
-                )
+                actions[row] = FIRST_FAILURE_ACTION + trial.random.integers(len(_HANGS))
                 trial.result.faults += 1
             driver.step(actions)
             driver.settle()
@@ -246,7 +244,7 @@ def hang(trial: Trial) -> None:
     seconds=900.0,
 )
 def spoiled(trial: Trial) -> None:
-    kwargs = {"breakdowns": breakdown_actions(dict.fromkeys(_SPOILED, "before"))}
+    kwargs = {"failures": failure_actions(dict.fromkeys(_SPOILED, "before"))}
     options = [
         *("--import", import_threads.MODULE, "--step-timeout", str(_HANG_TIMEOUT)),
         *("--worker-memory-mib", str(_MEMORY_MIB)),
@@ -264,7 +262,7 @@ def spoiled(trial: Trial) -> None:
                 while not driver.recovery_times.is_recovering():
                     actions = driver.draw()
                     row = trial.random.integers(_SPOILED_ENVS)
-                    actions[row] = FIRST_BREAKDOWN_ACTION + number
+                    actions[row] = FIRST_FAILURE_ACTION + number
                     driver.step(actions)
                 trial.result.faults += 1
                 driver.settle()

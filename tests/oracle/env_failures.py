@@ -1,8 +1,8 @@
-"""Breakdowns of envs, and the conditions under which they occur.
+"""Failures of envs, and the conditions under which they occur.
 
 The names describe what happens to the process: it raises, exits, is killed or stopped,
 sleeps, holds the interpreter lock in C so that no Python signal handler runs, or
-overwrites the memory of all envs of its pool. Three breakdowns make the process
+overwrites the memory of all envs of its pool. Three failures make the process
 unusable: all later steps raise ("spoil"), memory is used up ("leak"), or a thread that
 an import has started is missing ("wait_for_thread").
 """
@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-#: When a breakdown occurs: before or after the action is applied, or in a reset.
+#: When a failure occurs: before or after the action is applied, or in a reset.
 When = Literal["before", "after", "reset"]
 
 
@@ -73,9 +73,9 @@ def _wait_for_thread(seconds: float) -> None:
     sys.modules["tests.oracle.import_threads"].wait_for_thread()
 
 
-#: Implementation of each breakdown; the argument is the duration in seconds of a hang
+#: Implementation of each failure; the argument is the duration in seconds of a hang
 #: or spin.
-BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
+FAILURES: Final[Mapping[str, Callable[[float], Any]]] = {
     "raise": _raise,
     "exit": lambda _: os._exit(3),
     "segfault": lambda _: ctypes.string_at(0),
@@ -93,40 +93,40 @@ BREAKDOWNS: Final[Mapping[str, Callable[[float], Any]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Trigger:
-    """The conditions for one breakdown, which occurs if any of them is met."""
+    """The conditions for one failure, which occurs if any of them is met."""
 
     name: str
     #: Probability per step, or per reset with `when="reset"`.
     probability: float = 0.0
-    #: Actions that cause the breakdown.
+    #: Actions that cause the failure.
     actions: Collection[int] = ()
-    #: Steps that cause the breakdown, counted from 1 since the seed was set.
+    #: Steps that cause the failure, counted from 1 since the seed was set.
     steps: Collection[int] = ()
     when: When = "before"
     #: Duration of a hang or spin in seconds.
     seconds: float = math.inf
 
 
-class BreakdownPlan:
-    """Decides when an env breaks down, and how."""
+class FailurePlan:
+    """Decides when an env fails, and how."""
 
-    def __init__(self, breakdowns: Mapping[str, Mapping[str, Any]]) -> None:
-        """Parse conditions by breakdown name; see `_Trigger` for their fields.
+    def __init__(self, failures: Mapping[str, Mapping[str, Any]]) -> None:
+        """Parse conditions by failure name; see `_Trigger` for their fields.
 
         Raises:
-          ValueError: A breakdown or condition does not exist.
+          ValueError: A failure or condition does not exist.
         """
         known = {field.name for field in fields(_Trigger)} - {"name"}
         self._triggers: dict[str, list[_Trigger]] = {w: [] for w in get_args(When)}
-        for name, conditions in breakdowns.items():
+        for name, conditions in failures.items():
             when = conditions.get("when", "before")
             if (
-                name not in BREAKDOWNS
+                name not in FAILURES
                 or not known.issuperset(conditions)
                 or when not in self._triggers
             ):
                 raise ValueError(
-                    f"expected breakdowns from {sorted(BREAKDOWNS)}, with conditions "
+                    f"expected failures from {sorted(FAILURES)}, with conditions "
                     f"from {sorted(known)} and `when` one of {get_args(When)}; got "
                     f"{name}: {dict(conditions)}"
                 )
@@ -146,4 +146,4 @@ class BreakdownPlan:
                 or step in trigger.steps
                 or (trigger.probability and generator.random() < trigger.probability)
             ):
-                BREAKDOWNS[trigger.name](trigger.seconds)
+                FAILURES[trigger.name](trigger.seconds)
