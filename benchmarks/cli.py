@@ -24,7 +24,7 @@ from benchmarks.learning.simulate import simulate
 from benchmarks.learning.stalls import stalls
 from benchmarks.learning.train import train
 from benchmarks.suite import make_suite
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 from envserve.errors import EnvserveError
 
 Command = Callable[..., None]
@@ -54,7 +54,7 @@ def main(
     """Run the sub-command that the arguments name."""
     app = _make_app(commands)
     try:
-        with own_keys():
+        with temporary_keys():
             app(arguments if arguments is None else list(arguments), prog_name=_NAME)
     except (BenchmarkError, EnvserveError) as error:
         print(f"{_NAME}: {error}", file=sys.stderr)

@@ -43,7 +43,7 @@ class Run:
 
     def measure(self, cases: Sequence[Case], repetitions: int) -> Measurements:
         """Measure the selected cases alternately."""
-        return measure_cases(chosen(cases, self.only), repetitions, say)
+        return measure_cases(chosen(cases, self.only), repetitions, print_progress)
 
     def measure_all(self, cases: Sequence[Case], repetitions: int) -> Measurements:
         """Measure cases whose results are only meaningful together.
@@ -62,7 +62,7 @@ class Run:
         publish(Result(name=self.name, options=self.options, **fields), self.outdir)
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a progress message to stderr."""
     Console(stderr=True).print(text, markup=False, highlight=False)
 

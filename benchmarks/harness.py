@@ -69,7 +69,7 @@ def chosen(cases: Sequence[Case], only: Sequence[str]) -> list[Case]:
 def measure_cases(
     cases: Sequence[Case],
     repetitions: int,
-    say: Callable[[str], None] = lambda text: None,
+    print_progress: Callable[[str], None] = lambda text: None,
 ) -> Measurements:
     """Open all cases, and measure them alternately, each once per repetition.
 
@@ -80,7 +80,7 @@ def measure_cases(
         running = [stack.enter_context(_CaseProcess(case)) for case in cases]
         ready, skipped = {}, {}
         for process in running:
-            say(f"... starting {process.name}")
+            print_progress(f"... starting {process.name}")
             reason = process.wait_until_ready()
             if reason is None:
                 ready[process.name] = process.measure
@@ -90,7 +90,7 @@ def measure_cases(
             reasons = "; ".join(f"{k}: {reason}" for k, reason in skipped.items())
             raise BenchmarkError(f"no case can be measured: {reasons}")
         return Measurements(
-            interleaved.interleave(ready, repetitions, say).by_case, skipped
+            interleaved.interleave(ready, repetitions, print_progress).by_case, skipped
         )
 
 

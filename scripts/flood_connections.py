@@ -27,7 +27,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.attacks import Cores, Goals
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
 from envserve.wire.sockets import raise_file_limit, use_keys
@@ -164,7 +164,7 @@ def run(
     limit = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(own_keys())
+        stack.enter_context(temporary_keys())
         with cores.of("server"):
             prefix = limit if descriptors else ()
             server = ServerProcess(folder, *OPTIONS, prefix=prefix)

@@ -27,7 +27,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.attacks import Goals
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 from envserve.wire.bodies import Attach, CallBody, Pong, ResetBody
 from envserve.wire.constants import MessageType
 from envserve.wire.error_body import ErrorBody
@@ -227,7 +227,7 @@ def main(
     goals = Goals()
     options = (*OPTIONS, *(("--insecure-no-auth",) if insecure else ()))
     with (
-        own_keys(),
+        temporary_keys(),
         tempfile.TemporaryDirectory() as folder,
         ServerProcess(Path(folder), *options) as server,
     ):

@@ -18,7 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 from tests.doors.example_runs import (
     GOALS,
     TRAINED_WHILE_KILLING,
@@ -61,5 +61,5 @@ def main(
 
 
 if __name__ == "__main__":
-    with own_keys():
+    with temporary_keys():
         typer.run(main)

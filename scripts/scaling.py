@@ -37,7 +37,7 @@ from benchmarks.cases import envs  # noqa: E402
 from benchmarks.scaling.document import write_document  # noqa: E402
 from benchmarks.scaling.measure import Point, measure, measure_batch  # noqa: E402
 from benchmarks.support.machine import describe_machine, machine_facts  # noqa: E402
-from benchmarks.support.processes import own_keys  # noqa: E402
+from benchmarks.support.processes import temporary_keys  # noqa: E402
 from envserve.client import BatchEnv  # noqa: E402
 from envserve.python_process import main_command, python_command  # noqa: E402
 from tests.chaos.network_faults import NetworkFaults  # noqa: E402
@@ -80,7 +80,7 @@ def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
 @app.command()
 def fit(keys: bool = False, turns: int = 3) -> None:
     """Measure 1 to 16 simulated servers, with or without keys."""
-    with own_keys():
+    with temporary_keys():
         measured = measure_all(
             [
                 Point(servers, count, size, keys)
@@ -108,7 +108,7 @@ def check() -> None:
             for k in (False, True)
         ),
     ]
-    with own_keys():
+    with temporary_keys():
         save_part("check", measure_all(points, 2))
 
 
@@ -206,7 +206,7 @@ def attach(changes: int = 100, servers: int = 4) -> None:
     calm: list[float] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(own_keys())
+        stack.enter_context(temporary_keys())
         address_file = folder / "servers"
         running: list[ServerProcess] = []
 

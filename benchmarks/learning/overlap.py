@@ -16,7 +16,7 @@ from benchmarks.command import (
     Run,
     Seconds,
     Workers,
-    say,
+    print_progress,
     sub_command,
 )
 from benchmarks.harness import Case, measure_cases
@@ -144,7 +144,7 @@ def _layers_for(microseconds: float, options: Mapping[str, Any]) -> int:
         Case(f"policy of {layers} layers", policy_alone, {**options, "layers": layers})
         for layers in (few, many)
     ]
-    measured = measure_cases(cases, 3, say)
+    measured = measure_cases(cases, 3, print_progress)
     short, long = (measured.median(case.name, MICROSECONDS) for case in cases)
     per_layer = (long - short) / (many - few)
     return max(1, few + round((microseconds - short) / per_layer))

@@ -17,7 +17,7 @@ Measure = Literal["E", "B", "M"]
 MEASURES: tuple[Measure, ...] = get_args(Measure)
 
 #: Settings to ignore: they do not influence learning, or follow from the task or seed.
-_ASIDE = re.compile(
+_IGNORED_SETTINGS = re.compile(
     "import_modules|preload|total_steps|seed|num_splits|act_on|spare_envs|jit_compile|"
     "use_gpu|on_fault|.*(evaluat|curve|report|checkpoint|timeout|server|padding|restart)"
     "|save_replay"
@@ -67,8 +67,8 @@ class Task:
         """The current settings that influence learning and are not 0, False or ""."""
         values = json.loads(json.dumps(vars(self.make_config(0))))
         table = values.pop("algorithm_settings")
-        used = {k: v for k, v in values.items() if v and not _ASIDE.match(k)}
-        table = {k: v for k, v in table.items() if not _ASIDE.match(k)}
+        used = {k: v for k, v in values.items() if v and not _IGNORED_SETTINGS.match(k)}
+        table = {k: v for k, v in table.items() if not _IGNORED_SETTINGS.match(k)}
         return used | ({"algorithm_settings": table} if table else {})
 
     def is_made_by(self, settings: Mapping[str, Any] | None) -> bool:

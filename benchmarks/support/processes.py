@@ -14,7 +14,7 @@ import psutil
 
 
 @contextlib.contextmanager
-def own_keys() -> Iterator[None]:
+def temporary_keys() -> Iterator[None]:
     """Use a temporary key folder for servers and clients inside the `with` block."""
     with tempfile.TemporaryDirectory() as folder:
         home = {"ENVSERVE_HOME": os.path.join(folder, "home")}

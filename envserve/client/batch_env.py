@@ -992,7 +992,7 @@ class BatchEnv:
 _BATCHES: Final = weakref.WeakSet[BatchEnv]()
 
 
-def _disown_batches() -> None:
+def _disable_batches_in_child() -> None:
     """Make all batches unusable in a forked child: their envs belong to the parent."""
     for batch in _BATCHES:
         batch._unusable = (
@@ -1004,7 +1004,7 @@ def _disown_batches() -> None:
         batch._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_disown_batches)
+os.register_at_fork(after_in_child=_disable_batches_in_child)
 
 
 def _common_spec(lanes: Sequence[Lane], observation_mode: str) -> EnvSpec:

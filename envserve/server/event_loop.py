@@ -42,7 +42,7 @@ from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
 from envserve.server.loop_lag import LoopLag
 from envserve.server.router import Router
-from envserve.server.status import Counters, StatusReporter
+from envserve.server.status import ServerCounters, StatusReporter
 from envserve.session.server.decisions import (
     Audit,
     Decision,
@@ -111,7 +111,7 @@ class ServerLoop:
         self._access = access
         self._audit = audit
         self.pools: dict[SessionId, LeasedPool] = {}
-        self.counters = Counters()
+        self.counters = ServerCounters()
         self.dropped_replies = 0
         self._lag = LoopLag(self._loop)
         self.status = StatusReporter(

@@ -37,7 +37,7 @@ _MAX_EPISODES: Final = 512
 
 
 @dataclass
-class Counters:
+class ServerCounters:
     """Counts of a server's event loop, named like the fields of `ServerStatus`."""
 
     failures: int = 0
@@ -57,7 +57,7 @@ class StatusReporter:
         settings: HostSettings,
         protocol: ServerProtocol,
         pools: Mapping[SessionId, LeasedPool],
-        counters: Counters,
+        counters: ServerCounters,
         welcome: Callable[[str], Welcome],
         loop: asyncio.AbstractEventLoop,
     ) -> None:

@@ -4,13 +4,13 @@ from envserve.text import counted
 from ppo.cli.options import (
     Checkpoint,
     Connect,
-    EnvOptions,
     Import,
     InterOpThreads,
     IntraOpThreads,
     NumWorkers,
     Run,
     Sampled,
+    SourceOptions,
     Trust,
     open_run,
 )
@@ -29,7 +29,7 @@ def evaluate(
     inter_op_threads: InterOpThreads = 1,
 ) -> None:
     """Evaluate the policy of a checkpoint, by default the newest."""
-    options = EnvOptions(connect, import_, trust)
+    options = SourceOptions(connect, import_, trust)
     with open_run(
         run, checkpoint, options, intra_op_threads, inter_op_threads
     ) as opened:

@@ -5,9 +5,9 @@ from pathlib import Path
 from ppo.cli.options import (
     Checkpoint,
     Connect,
-    EnvOptions,
     Import,
     Run,
+    SourceOptions,
     Trust,
     open_run,
 )
@@ -31,7 +31,7 @@ def export(
     Args:
         dir_: New folder to write the SavedModel to.
     """
-    with open_run(run, checkpoint, EnvOptions(connect, import_, trust)) as opened:
+    with open_run(run, checkpoint, SourceOptions(connect, import_, trust)) as opened:
         from ppo.environments import env_maker
         from ppo.evaluation.export import export_run
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from envserve.cli.program import GivenOptions
 from envserve.ray import connect_to_cluster, last_line
-from ppo.cli.options import EnvOptions, check_trust
+from ppo.cli.options import SourceOptions, check_trust
 from ppo.cli.run_setup import create_folder
 from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
@@ -57,7 +57,7 @@ def train_on_ray(given: GivenOptions) -> int:
         )
     existing = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
     changes = values.get("set_", [])
-    options = EnvOptions(
+    options = SourceOptions(
         values.get("connect"), values.get("import_"), "trust" in values
     )
     for resumed in {None, existing}:

@@ -133,7 +133,7 @@ def user_command(program: str) -> str:
 Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
 
 
-class EnvOptions(NamedTuple):
+class SourceOptions(NamedTuple):
     """The values of --connect, --import and --trust; None or False if omitted."""
 
     connect: list[str] | None = None
@@ -278,7 +278,7 @@ def start_tensorflow(
 def open_run(
     run: Path,
     checkpoint: str | None,
-    options: EnvOptions,
+    options: SourceOptions,
     intra_op_threads: int = 1,
     inter_op_threads: int = 1,
     check: Callable[[Config, Sequence[str]], None] = lambda config, addresses: None,
@@ -314,7 +314,7 @@ def open_run(
 
 
 def check_trust(
-    name: str | None, resume: Path | None, changes: list[str], options: EnvOptions
+    name: str | None, resume: Path | None, changes: list[str], options: SourceOptions
 ) -> None:
     """Ask the user before using code or servers that are not trusted.
 
@@ -404,7 +404,7 @@ def resumed_config(earlier: Config, changes: list[str]) -> Config:
 
 
 def resolve_env_source(
-    source: EnvSource, options: EnvOptions, config: Config | None = None
+    source: EnvSource, options: SourceOptions, config: Config | None = None
 ) -> EnvSource:
     """Return the env source of an earlier run, with the given options applied.
 

@@ -76,7 +76,7 @@ class Screen:
         console.file = cast(IO[str], _FaultTolerantStream(console.file))
         self._console, self._logger = console, logger
         self._is_live = console.is_interactive and logger is None
-        self._has_glyphs = not console.options.ascii_only
+        self._has_unicode = not console.options.ascii_only
         self._seconds_between_lines = seconds_between_lines
         self._phase, self._is_transient = "", True
         self._activity: Callable[[], str] = lambda: ""
@@ -87,7 +87,7 @@ class Screen:
         self._num_reports = 0
         self._is_learning = False
         self._returns: list[float] = []
-        self._spinner = Spinner("dots" if self._has_glyphs else "line", style="cyan")
+        self._spinner = Spinner("dots" if self._has_unicode else "line", style="cyan")
         self._is_closed = threading.Event()
         self._ticker = threading.Thread(target=self._print_lines, daemon=True)
         self._live = Live(
@@ -178,7 +178,7 @@ class Screen:
         duration = _duration(time.monotonic() - self._began)
         if is_finished and self._progress is not None and name == _TRAINING:
             timing, results = self._cells(self._progress)
-            curve = sparkline(self._returns, 16) if self._has_glyphs else ""
+            curve = sparkline(self._returns, 16) if self._has_unicode else ""
             self.print(
                 f"{name}, {duration}: {timing[1]}, {results[0]} {curve}".rstrip()
             )
@@ -248,7 +248,7 @@ class Screen:
             return ProgressBar(self.total_steps, steps, width=columns)
 
         def curve(columns: int) -> RenderableType:
-            glyphs = sparkline(self._returns, columns) if self._has_glyphs else ""
+            glyphs = sparkline(self._returns, columns) if self._has_unicode else ""
             return Text(glyphs.ljust(columns), "green")
 
         return Group(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from envserve.envs.user_envs import env_name_of
 from envserve.host_resources import num_cores
 from ppo.cli.options import (
-    EnvOptions,
+    SourceOptions,
     find_user_code,
     preserved_interrupts,
     resolve_env_source,
@@ -41,7 +41,7 @@ _CLUSTER = (
 )
 
 
-class Plan(NamedTuple):
+class RunPlan(NamedTuple):
     """A planned run: its folder, its config, and the source of its envs."""
 
     run_folder: RunFolder
@@ -154,8 +154,8 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
 
 
 def plan_resumed_run(
-    path: Path, name: str | None, changes: list[str], options: EnvOptions
-) -> Plan:
+    path: Path, name: str | None, changes: list[str], options: SourceOptions
+) -> RunPlan:
     """Plan the continuation of a run that was checked with `check_trust`."""
     run_folder, earlier = RunFolder.read(path)
     named = None if name is None else with_algorithm(load_config(name), changes)
@@ -178,7 +178,7 @@ def plan_resumed_run(
     if name is not None and named is not None and not is_env(name):
         named = options.with_moved_files(with_absolute_paths(named))
         remark = _differences(name, named, config, changes)
-    return Plan(run_folder, config, "of the run", source, earlier, remark=remark)
+    return RunPlan(run_folder, config, "of the run", source, earlier, remark=remark)
 
 
 def _differences(name: str, named: Config, config: Config, changes: list[str]) -> str:
@@ -205,7 +205,7 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
     )
 
 
-def save_env_source(plan: Plan, earlier: Config) -> None:
+def save_env_source(plan: RunPlan, earlier: Config) -> None:
     """Save the env source of a resumed run, and record that its code is trusted.
 
     Call this after the user has agreed to use the code. The changed config is saved
@@ -229,7 +229,7 @@ def plan_new_run(
     runs: list[RunFolder],
     *,
     film: bool = False,
-) -> Plan:
+) -> RunPlan:
     """Plan a new run, create its folder, and append the folder to `runs`.
 
     Start an env to read its spaces, and to check that it can be stepped and, with
@@ -272,7 +272,7 @@ def plan_new_run(
     with preserved_interrupts(is_deferred=True):
         path = run_dir or create_folder(name)
         runs.append(RunFolder.create(path, config, source))
-    return Plan(runs[-1], config, origin, source)
+    return RunPlan(runs[-1], config, origin, source)
 
 
 def create_folder(name: str) -> Path:

@@ -14,7 +14,7 @@ from envserve.host_resources import num_cores
 from envserve.python_process import main_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
-from ppo.cli.run_setup import Plan
+from ppo.cli.run_setup import RunPlan
 from ppo.cli.stop_signals import StopSignals
 from ppo.config.named_configs import read_table
 from ppo.errors import RunFolderError
@@ -24,7 +24,11 @@ from ppo.run_folder.metrics_file import read_metrics
 
 
 def train_seeds(
-    screen: Screen, plan: Plan, num_seeds: int, at_once: int | None, workers: int | None
+    screen: Screen,
+    plan: RunPlan,
+    num_seeds: int,
+    at_once: int | None,
+    workers: int | None,
 ) -> int:
     """Train the unfinished seeds of a study; then print and plot all returns.
 
@@ -79,7 +83,11 @@ def train_seeds(
 
 
 def _train(
-    screen: Screen, plan: Plan, runs: dict[int, RunFolder], at_once: int, workers: int
+    screen: Screen,
+    plan: RunPlan,
+    runs: dict[int, RunFolder],
+    at_once: int,
+    workers: int,
 ) -> bool:
     """Train the unfinished seeds, and return whether a seed failed.
 
@@ -159,7 +167,7 @@ def _last_output(run: RunFolder) -> str:
     return ([line for line in lines if line.startswith("Error: ")] or lines or [""])[-1]
 
 
-def _mean_return(plan: Plan, run: RunFolder) -> float | None:
+def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:
     """Return the mean return of a finished seed, or None if it is not finished.
 
     A seed is finished after the planned steps, or when a callback has ended it earlier.

@@ -22,11 +22,11 @@ from envserve.worker.rendering import headless_variables
 from ppo.cli import on_ray
 from ppo.cli.options import (
     Connect,
-    EnvOptions,
     Import,
     InterOpThreads,
     IntraOpThreads,
     NumWorkers,
+    SourceOptions,
     Terminated,
     Trust,
     check_trust,
@@ -42,7 +42,7 @@ from ppo.cli.options import (
 )
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import (
-    Plan,
+    RunPlan,
     plan_new_run,
     plan_resumed_run,
     read_tf_config,
@@ -149,7 +149,7 @@ def train(
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
         changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
-        options = EnvOptions(connect, import_, trust)
+        options = SourceOptions(connect, import_, trust)
         check_trust(config, resume, changes, options)
     logger = None
     if log_format == "json":
@@ -236,12 +236,12 @@ def _folder_to_resume(
 
 def _join_learners(
     screen: Screen,
-    plan: Plan,
+    plan: RunPlan,
     threads: tuple[int, int],
     addresses: list[str],
     index: int,
     timeout_seconds: float,
-) -> Plan:
+) -> RunPlan:
     """Start TensorFlow and connect to the other learners.
 
     Returns:
@@ -274,7 +274,7 @@ def _join_learners(
 
 
 def _train(
-    screen: Screen, monitors: "Monitors", plan: Plan, num_workers: int | None
+    screen: Screen, monitors: "Monitors", plan: RunPlan, num_workers: int | None
 ) -> bool:
     """Train and evaluate; return False if a signal stopped training, otherwise True."""
     from ppo.environments import env_maker
@@ -359,7 +359,7 @@ def _train(
     return True
 
 
-def _report_earlier_run(screen: Screen, plan: Plan, steps: int) -> None:
+def _report_earlier_run(screen: Screen, plan: RunPlan, steps: int) -> None:
     if plan.config.is_finished_after(steps):
         screen.print(
             f"The run is already at {steps:,} steps; use --set total_steps=... to "
@@ -403,7 +403,7 @@ class Monitors(contextlib.ExitStack):
             self._metrics = self.enter_context(TrainerMetrics(port, host))
             screen.print(f"Metrics: {self._metrics.address}")
 
-    def begin(self, env: "BatchEnv", plan: Plan) -> None:
+    def begin(self, env: "BatchEnv", plan: RunPlan) -> None:
         """Start the monitors; `env` is the training env."""
         from envserve.client.vector_env import metadata_of
 
@@ -435,7 +435,7 @@ class Monitors(contextlib.ExitStack):
         self._screen.show(progress)
 
 
-def _finish(screen: Screen, plan: Plan, is_filmed: bool, *, can_film: bool) -> None:
+def _finish(screen: Screen, plan: RunPlan, is_filmed: bool, *, can_film: bool) -> None:
     """Record an episode if requested, and print commands that the user may run next."""
     from ppo.evaluation.rendering import prepare_filming
 

@@ -10,10 +10,10 @@ from envserve.text import counted
 from ppo.cli.options import (
     Checkpoint,
     Connect,
-    EnvOptions,
     Import,
     Run,
     Sampled,
+    SourceOptions,
     Trust,
     open_run,
 )
@@ -51,7 +51,7 @@ def visualize(
     """
     from ppo.evaluation.rendering import prepare_filming
 
-    options = EnvOptions(connect, import_, trust)
+    options = SourceOptions(connect, import_, trust)
     with open_run(run, checkpoint, options, check=prepare_filming) as opened:
         run_folder, config, which, source, screen = opened
         if sampled:

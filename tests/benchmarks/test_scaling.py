@@ -8,7 +8,7 @@ import pytest
 from benchmarks.scaling.document import tables, write_document
 from benchmarks.scaling.measure import Point, measure
 from benchmarks.scaling.model import Model, errors, fit, plan
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 
 DOCS = Path(__file__).parents[2] / "docs"
 MODEL = Model(split=50.0, server=40.0, env=0.5, kilobyte=0.25)
@@ -69,7 +69,7 @@ def test_the_plan_has_as_many_hosts_as_the_trainer_handles_during_a_split() -> N
     ],
 )
 def test_a_point_is_measured_on_servers(point: Point) -> None:
-    with own_keys():
+    with temporary_keys():
         found = measure(point, 0.01)
     assert found[:8] == point[:8]
     assert 0 < found.thread <= found.process
@@ -79,5 +79,5 @@ def test_a_point_is_measured_on_servers(point: Point) -> None:
 
 
 def test_simulated_envs_take_the_given_time() -> None:
-    with own_keys():
+    with temporary_keys():
         assert measure(Point(2, 1, 16, env_us=20_000.0), 0.01).wall >= 20_000

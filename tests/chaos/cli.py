@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.support.processes import own_keys
+from benchmarks.support.processes import temporary_keys
 from benchmarks.support.tables import TABLE_WIDTH, as_table
 from tests.chaos.case_result import CaseResult
 from tests.chaos.case_tables import (
@@ -80,7 +80,7 @@ def chaos(
     is_sound = True
     if cases or not peers:
         chosen = chosen_cases(cases or [])
-        with own_keys():
+        with temporary_keys():
             is_sound = _run_cases(chosen, folder, scale, seed, corruption)
     if peers:
         _run_peers(folder, seed)

@@ -144,7 +144,7 @@ class _Hangs(BaseException):
 
 
 @dataclass(frozen=True)
-class ProbeResult:
+class PeerResult:
     """The result of a probe.
 
     Attributes:
@@ -244,7 +244,7 @@ FAULTS: Final[dict[str, Callable[[_Calls], str]]] = {
 }
 
 
-def probe(peer: str, fault: str, seed: int) -> ProbeResult | str:
+def probe(peer: str, fault: str, seed: int) -> PeerResult | str:
     """Inject a fault in this process.
 
     Returns:
@@ -268,7 +268,7 @@ def probe(peer: str, fault: str, seed: int) -> ProbeResult | str:
             or (later[-1] == _MARKED and time.monotonic() < deadline)
         ):
             later.append(calls.step())
-        return ProbeResult(
+        return PeerResult(
             first, Counter(later), calls.num_wrong, later[-1] == "correct"
         )
     finally:
@@ -290,7 +290,7 @@ def peer_rows(report: Callable[[str], None], seed: int = 0) -> list[list[str]]:
     return rows
 
 
-def _cells(peer: str, fault: str, found: ProbeResult | str) -> list[str]:
+def _cells(peer: str, fault: str, found: PeerResult | str) -> list[str]:
     name = f"**{peer}**" if peer == OURS else peer
     if isinstance(found, str):
         return [name, fault, f"not tested: {found}", "-", "-", "-"]

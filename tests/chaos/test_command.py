@@ -37,7 +37,7 @@ def test_a_wrong_row_makes_the_command_fail(
 def test_other_vector_envs_pair_results_with_the_wrong_actions() -> None:
     (fault,) = (name for name in peers.FAULTS if "the caller waits" in name)
     found = run_isolated(peers.probe, peers.ASYNC, fault, 0, seconds=300.0)
-    assert isinstance(found, peers.ProbeResult), found
+    assert isinstance(found, peers.PeerResult), found
     assert found.first == "TimeoutError"
     assert found.later == {"results of another action": 20}
     # The probe returns 4 rows in each of 20 steps; two random actions rarely match.
@@ -48,6 +48,6 @@ def test_other_vector_envs_pair_results_with_the_wrong_actions() -> None:
 def test_envserve_recovers_from_the_same_fault() -> None:
     fault = "a worker is killed"
     found = run_isolated(peers.probe, peers.OURS, fault, 0, seconds=300.0)
-    assert isinstance(found, peers.ProbeResult), found
+    assert isinstance(found, peers.PeerResult), found
     assert found.num_wrong == 0
     assert found.has_recovered

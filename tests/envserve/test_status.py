@@ -12,7 +12,7 @@ import pytest
 
 from envserve.keys.grant import Grant
 from envserve.pool.pool_metrics import PoolMetrics
-from envserve.server.status import Counters, StatusReporter
+from envserve.server.status import ServerCounters, StatusReporter
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.constants import ErrorCode, MessageType
@@ -46,7 +46,7 @@ class Board:
         self.loop = asyncio.new_event_loop()
         self.loop.time = lambda: 0.0  # type: ignore[method-assign]
         self.pools: dict[Any, Any] = {}
-        self.counters = Counters(resends=1, dropped=2)
+        self.counters = ServerCounters(resends=1, dropped=2)
         self.board = StatusReporter(
             self.server.policy,
             self.server.protocol,

@@ -21,7 +21,7 @@ import pytest
 from envserve.errors import ServerLost, WrapperError
 from ppo.__main__ import main as program
 from ppo.cli.options import (
-    EnvOptions,
+    SourceOptions,
     open_run,
     parse_checkpoint,
     plain_warnings,
@@ -30,7 +30,7 @@ from ppo.cli.options import (
     user_command,
     with_absolute_paths,
 )
-from ppo.cli.run_setup import Plan, create_folder, plan_resumed_run
+from ppo.cli.run_setup import RunPlan, create_folder, plan_resumed_run
 from ppo.cli.stop_signals import StopSignals
 from ppo.cli.train import resume_hints
 from ppo.config import Config
@@ -160,10 +160,10 @@ def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
     made = EnvSource(addresses=("127.0.0.1:7",), import_modules=("mine",))
     run = RunFolder.create(tmp_path / "run", config, made)
     assert run.env_source() == made
-    assert resolve_env_source(made, EnvOptions()) == made
-    moved = resolve_env_source(made, EnvOptions(["127.0.0.2"]))
+    assert resolve_env_source(made, SourceOptions()) == made
+    moved = resolve_env_source(made, SourceOptions(["127.0.0.2"]))
     assert moved == EnvSource(addresses=("127.0.0.2",), import_modules=("mine",))
-    here = resolve_env_source(made, EnvOptions(["local"], ["file.py", "module"]))
+    here = resolve_env_source(made, SourceOptions(["local"], ["file.py", "module"]))
     assert here == EnvSource(import_modules=(str(Path("file.py").absolute()), "module"))
     run.env_source_path.unlink()  # as in run folders of older versions
     assert run.env_source() == EnvSource()
@@ -217,7 +217,7 @@ def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
     code, _, error = ppo(*export, "--trust")
     assert (code, f"{old}: no such file" in error) == (2, True)
     assert ppo(*export, "--import", file)[0] == 0
-    plan = plan_resumed_run(run.path, None, [], EnvOptions(None, [str(file)]))
+    plan = plan_resumed_run(run.path, None, [], SourceOptions(None, [str(file)]))
     assert plan.config.env_name == f"{file}:Walk"
     assert plan.config.import_modules == (str(file),)
 
@@ -243,12 +243,12 @@ def test_own_code_is_found_from_other_working_directories_and_when_moved(
     code, _, error = ppo("evaluate", run.path)  # trusted, although the file is missing
     assert (code, "expected a checkpoint" in error) == (2, True)
     Path("my.py").touch()
-    options = EnvOptions(import_modules=["my.py", "other.py"])
+    options = SourceOptions(import_modules=["my.py", "other.py"])
     plan = plan_resumed_run(run.path, None, [], options)
     assert paths(plan.config) == {str(tmp_path / "new" / "my.py")}
     # Workers do not import the file of the algorithm, but all other modules.
     assert plan.env_source.import_modules == (str(tmp_path / "new" / "other.py"),)
-    changed = plan_resumed_run(run.path, None, ["callbacks=my.py:g"], EnvOptions())
+    changed = plan_resumed_run(run.path, None, ["callbacks=my.py:g"], SourceOptions())
     assert changed.config.callbacks == (f"{Path.cwd()}/my.py:g",)
 
 
@@ -270,7 +270,9 @@ def test_a_run_is_resumed_with_its_own_algorithm_only(tmp_path: Path) -> None:
     assert (code, error.count("\n")) == (2, 1)
     assert "expected ppo, the algorithm of the run, found sac; start a new" in error
     run.save_config(Config(env_name="CartPole-v1", algorithm="/old/my.py:Mine"))
-    moved = plan_resumed_run(tmp_path, None, ["algorithm=new/my.py:Mine"], EnvOptions())
+    moved = plan_resumed_run(
+        tmp_path, None, ["algorithm=new/my.py:Mine"], SourceOptions()
+    )
     assert moved.config.algorithm.endswith("new/my.py:Mine")
 
 
@@ -279,7 +281,7 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
 ) -> None:
     def remark(config: Config, name: object, *changes: str) -> str:
         run = RunFolder.create(tmp_path / str(next(numbers)), config)
-        return plan_resumed_run(run.path, str(name), [*changes], EnvOptions()).remark
+        return plan_resumed_run(run.path, str(name), [*changes], SourceOptions()).remark
 
     numbers = itertools.count()
     cartpole = CONFIGS["cartpole"]
@@ -344,7 +346,8 @@ def test_commands_on_a_run_do_not_need_its_minimum_of_servers(
     RunFolder.create(
         tmp_path, config, EnvSource(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     )
-    with open_run(tmp_path, None, EnvOptions(["local"])) as (_, config, _, source, _):
+    options = SourceOptions(["local"])
+    with open_run(tmp_path, None, options) as (_, config, _, source, _):
         env_maker(config, source.addresses)  # must not raise an error
 
 
@@ -487,9 +490,9 @@ def test_a_longer_run_warns_about_decaying_settings_that_increase(
     longer = earlier.replace(total_steps=200 * 2048 + 1)
 
     def warning(config: Config, steps: int, before: Config | None = earlier) -> str:
-        return Plan(RunFolder(tmp_path), config, "", EnvSource(), before).decay_warning(
-            steps
-        )
+        return RunPlan(
+            RunFolder(tmp_path), config, "", EnvSource(), before
+        ).decay_warning(steps)
 
     assert warning(longer, 100 * 2048).endswith(
         "increase from 0 % to 50 % of their initial values: learning_rate, clip_range."
@@ -518,7 +521,7 @@ def test_an_env_that_cannot_be_stepped_is_an_error_before_tensorflow_starts(
 def test_the_header_of_a_measured_config_states_the_expected_return(
     tmp_path: Path,
 ) -> None:
-    plan = Plan(RunFolder(tmp_path), CONFIGS["pendulum"], "of pendulum", EnvSource())
+    plan = RunPlan(RunFolder(tmp_path), CONFIGS["pendulum"], "of pendulum", EnvSource())
     expected = "  expect a mean return of about -154 (-160 to -148), after about 2 min "
     expected += "on one core"
     assert plan.header(1)[-1] == expected
@@ -531,7 +534,7 @@ def test_the_header_of_a_measured_config_states_the_expected_return(
 
 def test_the_header_states_that_an_env_has_no_time_limit(tmp_path: Path) -> None:
     config = Config(env_name="CliffWalking-v1")
-    plan = Plan(RunFolder(tmp_path), config, "suited", EnvSource())
+    plan = RunPlan(RunFolder(tmp_path), config, "suited", EnvSource())
     note = "  limit  none; evaluations cut episodes off after 10,000 steps"
     assert plan.header(1)[-1] == note
     limit = {"name": "TimeLimit", "max_episode_steps": 9}
