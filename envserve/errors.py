@@ -177,7 +177,7 @@ class VideoError(EnvserveError, RuntimeError):
 
 
 class EnvTimeout(EnvserveError, TimeoutError):
-    """An env, worker or server did not respond before the deadline."""
+    """An env, worker or server did not reply before the deadline."""
 
 
 class KeyFileError(EnvserveError, RuntimeError):
@@ -197,7 +197,7 @@ class AddressError(ConnectError, ValueError):
 
 
 class ServerLost(ServerError, ConnectionError):
-    """A connected server has not responded for longer than allowed."""
+    """A connected server has not replied for longer than allowed."""
 
 
 class SelfTestError(ServerError):

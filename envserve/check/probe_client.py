@@ -230,7 +230,7 @@ class ProbeClient:
         return self.request(hello, MessageType.WELCOME)
 
     def receive_all(self) -> list[Message]:
-        """Return all messages that the server sends in response to earlier messages.
+        """Return all messages that the server sends in reply to earlier messages.
 
         The server reads messages in order. Therefore, once it replies to the HELLO that
         this method sends, it has read all earlier messages.

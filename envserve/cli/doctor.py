@@ -49,7 +49,7 @@ def doctor(
     insecure: Insecure = False,
     json_: bool = False,
 ) -> int:
-    """Check that this host has what envs, servers and trainers need; suggest fixes.
+    """Check this host's libraries and resources for envs and training; suggest fixes.
 
     Exit codes: 0 if nothing fails (warnings are allowed), 1 otherwise.
 

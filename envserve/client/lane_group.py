@@ -8,7 +8,7 @@ an episode.
 Interrupts: a signal handler may raise an exception (KeyboardInterrupt, for example) at
 any point. While a method only waits, `queue.is_updating` is False: the bookkeeping is
 consistent with the submitted operations, and the next call continues. While a method
-changes something, the flag is True. If an interrupt leaves it True, the next call
+updates the bookkeeping, the flag is True. If an interrupt leaves it True, the next call
 begins with `recover`, which invalidates all lanes. This ends the episodes of all rows,
 but never returns a wrong row. The flag is set before each update instead of in
 an exception handler, because a second interrupt could end the handler before it sets

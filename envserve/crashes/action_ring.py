@@ -62,8 +62,8 @@ _NEVER: Final = -1
 #: Value of "options_at" if a reset without options followed the reset with options, and
 #: no step was in between. The count would be the same for both resets.
 _BEFORE_LAST_RESET: Final = -2
-#: Indices of a row's records: for its present env, and for the last env that failed.
-_PRESENT, _FAILED = range(2)
+#: Indices of a row's records: for its current env, and for the last env that failed.
+_CURRENT, _FAILED = range(2)
 
 _RNG_KIND: Final = "PCG64"
 _LOW: Final = (1 << 64) - 1
@@ -160,7 +160,7 @@ class ActionRing:
 
         The seed is None if the env's state cannot be reproduced from it.
         """
-        known, _, episode_at, seed, seeded_at, *_ = self._records[row, _PRESENT].item()
+        known, _, episode_at, seed, seeded_at, *_ = self._records[row, _CURRENT].item()
         steps = max(0, self.counts[row] - episode_at)
         is_seeded = known == 1 and min(seed, seeded_at) >= 0
         return seed if is_seeded else None, steps
@@ -174,9 +174,9 @@ class ActionRing:
           row: Index of the row.
           options: Encoded options of the last reset of the row that had options.
           has_failed: Whether to read the history of the env that failed in the last
-            step and was replaced, instead of the present env.
+            step and was replaced, instead of the current env.
         """
-        record = self._records[row, _FAILED if has_failed else _PRESENT].item()
+        record = self._records[row, _FAILED if has_failed else _CURRENT].item()
         known, incarnation, episode_at, seed, seeded_at, *others = record
         generator_at, state, is_touched, digest, options_at = others
         count = self.counts[row]
@@ -212,7 +212,7 @@ class RowRecord:
     def __init__(self, records: Array, counts: Any, row: int, num_steps: int) -> None:
         """Attach to a row's records and to the step counts of all rows."""
         self._records = records
-        self._present = records[_PRESENT]
+        self._current = records[_CURRENT]
         self._counts = counts
         self._row = row
         self._renewal_steps = num_steps // 8
@@ -236,7 +236,7 @@ class RowRecord:
         count = self._counts[self._row]
         if count >= self._renewal_due_at:
             return False
-        self._present["episode_at"] = count
+        self._current["episode_at"] = count
         return True
 
     def begin_episode(
@@ -281,7 +281,7 @@ class RowRecord:
           other: Record of the other env, which contains the reset.
           incarnation: Number of times the other env has been rebuilt.
         """
-        _, _, _, seed, seeded_at, generator_at, state, *_ = other._present.item()
+        _, _, _, seed, seeded_at, generator_at, state, *_ = other._current.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)
         # No step has followed the reset with options, so the count alone cannot show
@@ -293,12 +293,12 @@ class RowRecord:
     def mark_touched(self) -> None:
         """Record that a call may have changed the env."""
         self._is_touched = 1
-        self._present["is_touched"] = 1
+        self._current["is_touched"] = 1
 
     def save_failed(self) -> None:
         """Save the record of an env that failed and is about to be replaced."""
         self._options = (0, _NEVER)
-        self._records[_FAILED] = self._present
+        self._records[_FAILED] = self._current
 
     def _write(
         self, incarnation: int, count: int, generator: RngState | Array | None
@@ -306,7 +306,7 @@ class RowRecord:
         self._renewal_due_at = count + self._renewal_steps
         generator_at = _NEVER if generator is None else count
         state = (0,) * 6 if generator is None else generator
-        self._records[_PRESENT] = (
+        self._records[_CURRENT] = (
             1,
             incarnation,
             count,

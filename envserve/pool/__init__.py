@@ -16,7 +16,7 @@ A `Pool` (`pool`) belongs to the process that uses the envs: a trainer or a serv
 There are no threads. Commands are passed down as calls, events are passed up as return
 values, and time is an argument. Except when workers are closed or replaced, nothing
 blocks on a worker, because one loop may serve many pools: writes are queued, and
-deadlines detect a worker that does not respond.
+deadlines detect a worker that does not reply.
 
 A worker's process may die at any moment, and its messages may be invalid, because env
 code may write them. Three rules make this safe:

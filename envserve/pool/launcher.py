@@ -445,8 +445,8 @@ class Launcher:
 
         Args:
           reason: Beginning of the message that reports why the template stopped.
-          is_exiting: Whether the template is already exiting, so that it is killed only
-            if that takes too long.
+          is_exiting: Whether the template is already exiting; it is then killed only if
+            the exit takes too long.
         """
         try:
             # This ends the connection even if a forked child has inherited the socket.

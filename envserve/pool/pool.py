@@ -257,9 +257,9 @@ class Pool:
         If the caller needs all workers, and there are as many workers as cores, do not
         wake up for every worker, because waking up takes a core from a worker that is
         still running. Instead, wait for the worker that replied last the previous
-        time, because it will probably be last again. With fewer workers, this process
-        has its own core, and with more, other workers run meanwhile; in both cases, it
-        is faster to read each reply as it arrives.
+        time, because it will probably be last again. With fewer workers than cores,
+        this process has its own core; with more workers, another worker uses the core
+        of one that waits. In both cases, it is faster to read each reply as it arrives.
 
         Returns:
           The time at which the events were read.

@@ -68,11 +68,11 @@ class FairShare:
         self.throttled: str | None = None
         self.flooder: str | None = None
         self._quotas = quotas
-        # Decaying counts by user: seconds of loop time, seconds without steps, and the
-        # number of turns whose last message was from this user and that left other
-        # messages unread.
+        # Decaying counts by user: seconds of loop time, and seconds without steps.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._non_step_seconds: defaultdict[str, float] = defaultdict(float)
+        # Decaying number of turns that left messages unread and ended with a message of
+        # the user.
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of the limits of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)

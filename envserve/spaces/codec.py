@@ -140,7 +140,7 @@ def encode(value: Any, *, keep_types: bool = False) -> bytes:
 
     Raises:
       CodecError: The value is not plain, or `decode` would reject it.
-      Exception: A user-defined container or array raised any other exception.
+      Exception: A method of a user-defined container or array raised an exception.
     """
     try:
         packed: bytes = _pack_exactly(value) if keep_types else _pack(value)

@@ -19,7 +19,7 @@ from envserve.text import nearest_name
 
 @dataclass(frozen=True)
 class Argument:
-    """The type and bounds of an argument, which limit what clients can request.
+    """The type and bounds of an argument, which limit the requests of clients.
 
     Attributes:
       kind: Type with bounds, for `msgspec.convert`.

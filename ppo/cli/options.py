@@ -408,8 +408,8 @@ def resolve_env_source(
 ) -> EnvSource:
     """Return the env source of an earlier run, with the given options applied.
 
-    Workers do not import a file that --import names only because code in `config`, the
-    earlier run's config, has moved: such a file would load TensorFlow.
+    --import may also name the new paths of files of the earlier run's `config` that
+    have moved. Workers do not import these files, because they load TensorFlow.
 
     Raises:
         AddressError: The address of a server cannot be resolved.

@@ -525,7 +525,7 @@ class Config:
     padding_after_seconds: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.1
     """Seconds that a step waits for absent environments before it continues without
     them. Environments are absent while their worker is restarted or their server does
-    not respond."""
+    not reply."""
 
     max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
     """Maximum number of times in a row that a local worker is restarted without a valid

@@ -219,7 +219,7 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
     "web of lines": ((Tcp, web_of_lines), KEYS, Finding.NOT_ZEROMQ, "not speak ZeroMQ"),
     "web in the clear": ((Tcp, web), None, Finding.NOT_ZEROMQ, "does not speak ZeroMQ"),
     "only listens": ((Tcp, nothing), KEYS, Finding.SILENT, "nothing was sent; is"),
-    "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "not respond"),
+    "only listens in the clear": ((Tcp, nothing), None, Finding.SILENT, "not reply"),
     "publishes": ((Publisher,), None, Finding.NOT_A_SERVER, FOREIGN),
     "publishes to all": ((Publisher,), KEYS, Finding.NOT_A_SERVER, FOREIGN),
     "doubts": ((Router, SERVER, b"300"), KEYS, Finding.UNKNOWN, ""),
@@ -381,7 +381,7 @@ def test_a_stopped_server_is_reported_only_after_the_timeout(
             Timeouts(connect_seconds=4.0),
             insecure=server.is_insecure,
         )
-        with pytest.raises(ConnectError, match="does not respond: it hangs"):
+        with pytest.raises(ConnectError, match="does not reply: it hangs"):
             lane.finish_start(started + 60.0)
         assert time.monotonic() - started >= 4.0
     finally:

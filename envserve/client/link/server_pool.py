@@ -112,14 +112,14 @@ class ServerPool:
             self.placement.exclude(lane, time.monotonic())
 
     def end_search(self, lane: object) -> None:
-        """Record that a lane no longer needs a different server."""
+        """Record that a lane has stopped looking for another server."""
         with self._lock:
             self.placement.end_search(lane)
 
     def record_rejection(self, lane: object) -> None:
         """Record that a lane's target has not granted it envs; the lane stays."""
         with self._lock:
-            # The lane has no target any more if it has lost its own server meanwhile.
+            # The lane has no target any more if it has lost its own server by now.
             if lane in self.placement.targets:
                 self.placement.record_rejection(lane, time.monotonic())
 

@@ -239,7 +239,7 @@ def connection_error(
         "the DNS of this network",
         Finding.NOT_ZEROMQ: f"the program that listens there does not speak ZeroMQ; "
         f"{nothing}{ask}",
-        Finding.SILENT: "the program that listens there does not respond: it "
+        Finding.SILENT: "the program that listens there does not reply: it "
         f"hangs, or does not speak ZeroMQ; {nothing}{ask}",
         Finding.NOT_A_SERVER: "a ZeroMQ socket of another program listens there; "
         f"{ask}",
