@@ -6,28 +6,28 @@ CONFIG ?= pendulum
 ARGS ?=
 
 VENV := .venv
-DOORS := .venv-doors
+INTEGRATION := .venv-doors
 FLOOR := .venv-floor
 PIP = $(@D)/bin/python scripts/pip_install.py
 PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-doors test-floor examples bench chaos clean
+.PHONY: help train test test-integration test-floor examples bench chaos clean
 
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
 	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 25 minutes)"
-	@echo "make test-doors [ARGS='-k sb3']"
-	@echo "                            set up $(DOORS) and run the integration tests: other"
+	@echo "make test-integration [ARGS='-k sb3']"
+	@echo "                            set up $(INTEGRATION) and run the integration tests: other"
 	@echo "                            trainers and envs, a browser, the docs, packages, and tests"
 	@echo "                            that learn for minutes (15 to 30 minutes)"
 	@echo "make test-floor             set up $(FLOOR) with the oldest supported versions of"
 	@echo "                            Gymnasium, NumPy and MuJoCo, and test the vector envs"
 	@echo "                            (2 minutes; Python 3.11 or 3.12)"
 	@echo "make examples [ARGS=sb3_ppo]"
-	@echo "                            set up $(DOORS) and check that each example learns its"
+	@echo "                            set up $(INTEGRATION) and check that each example learns its"
 	@echo "                            task, some of them while workers are killed (30 minutes)"
 	@echo "make bench [ARGS='step --num-envs 64']"
 	@echo "                            set up $(VENV) and compare BatchEnv with other vectorised"
@@ -46,8 +46,8 @@ test: $(VENV)/.installed-dev
 	scripts/check $(ARGS)
 
 # pyproject.toml excludes these folders from all other runs of pytest.
-test-doors: $(DOORS)/.installed
-	$(DOORS)/bin/python -m pytest --numprocesses 2 tests/doors tests/learning $(ARGS)
+test-integration: $(INTEGRATION)/.installed
+	$(INTEGRATION)/bin/python -m pytest --numprocesses 2 tests/integration tests/learning $(ARGS)
 
 # Gymnasium 1.2 does not say why a wrapper rejects a space, and OpenCV needs NumPy 2.
 test-floor: $(FLOOR)/.installed
@@ -55,8 +55,8 @@ test-floor: $(FLOOR)/.installed
 	  gymnasium_wrappers.py script_envs.py seeding.py vector_env.py wrapped_envs.py \
 	  wrapper_classes.py) -k 'not ResizeObservation and not explains_errors' $(ARGS)
 
-examples: $(DOORS)/.installed
-	$(DOORS)/bin/python scripts/run_examples.py $(ARGS)
+examples: $(INTEGRATION)/.installed
+	$(INTEGRATION)/bin/python scripts/run_examples.py $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	$(VENV)/bin/python scripts/bench.py $(or $(ARGS),suite)
@@ -82,8 +82,8 @@ $(VENV)/.installed-bench: $(PINNED) $(VENV)/.installed-train | $(VENV)/bin/pip
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,bench]'
 	@touch $@
 
-$(DOORS)/.installed: $(PINNED) | $(DOORS)/bin/pip
-	@echo "Installing other trainers and envs into $(DOORS); this takes minutes ..."
+$(INTEGRATION)/.installed: $(PINNED) | $(INTEGRATION)/bin/pip
+	@echo "Installing other trainers and envs into $(INTEGRATION); this takes minutes ..."
 	$(PIP) --constraint constraints.txt --editable '.[train-cpu,mujoco,box2d,atari,envpool,sb3,tianshou,ray,trainers,zoo,plot,video,page,metrics,docs,release,browser,kubernetes,dev]'
 	@touch $@
 
@@ -94,7 +94,7 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt | $(FLOOR)/bin/pip
 	@touch $@
 
 # venv installs pip last, so its presence shows that the environment is complete.
-$(VENV)/bin/pip $(DOORS)/bin/pip $(FLOOR)/bin/pip:
+$(VENV)/bin/pip $(INTEGRATION)/bin/pip $(FLOOR)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { echo "make: expected Python 3.11 or" \
 	  "newer as $(PYTHON), found no such command; install it, or name another" \
 	  "one: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -108,6 +108,6 @@ $(VENV)/bin/pip $(DOORS)/bin/pip $(FLOOR)/bin/pip:
 	$(PYTHON) -m venv --clear $(@D:/bin=)
 
 clean:
-	rm -rf $(VENV) $(DOORS) $(FLOOR) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(INTEGRATION) $(FLOOR) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.support.processes import temporary_keys
-from tests.doors.example_runs import (
+from tests.integration.example_runs import (
     GOALS,
     TRAINED_WHILE_KILLING,
     killing_workers,

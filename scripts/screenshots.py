@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Take the screenshots of docs/page.md from a server whose envs are being stepped.
 
-Requires Chromium and the virtual environment that `make test-doors` creates; run the
-script with .venv-doors/bin/python.
+Requires Chromium and the virtual environment that `make test-integration` creates; run
+the script with .venv-doors/bin/python.
 """
 
 from __future__ import annotations

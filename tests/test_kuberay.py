@@ -1,6 +1,7 @@
 """deploy/kuberay: commands, resources, keys and versions are consistent.
 
-tests/doors/test_kubernetes.py renders the manifests, and checks them against schemas.
+tests/integration/test_kubernetes.py renders the manifests, and checks them against
+schemas.
 """
 
 from __future__ import annotations

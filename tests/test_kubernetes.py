@@ -1,6 +1,6 @@
 """deploy/kubernetes: names are consistent, commands exist, and keys are readable.
 
-tests/doors/test_kubernetes.py checks the schemas, and trains in the pods.
+tests/integration/test_kubernetes.py checks the schemas, and trains in the pods.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ NOT_OURS = {
     "envserve.egg-info",
 }
 NOT_OURS |= {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
-#: Extras that `make bench` and `make test-doors` install.
+#: Extras that `make bench` and `make test-integration` install.
 NOT_IN_VENV = {"bench", "envpool", "ray", "sb3", "tianshou", "trainers", "zoo"}
 NOT_IN_VENV |= {"browser", "docs", "kubernetes", "release"}
 PINS = dict(line.split("==") for line in PINNED_LINES)

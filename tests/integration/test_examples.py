@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ppo.run_folder.metrics_file import read_metrics
-from tests.doors.example_runs import (
+from tests.envserve.server_process import ROOT, ServerProcess
+from tests.integration.example_runs import (
     GOALS,
     TRAINED_WHILE_KILLING,
     killing_workers,
@@ -22,7 +23,6 @@ from tests.doors.example_runs import (
     source_of,
     two_servers,
 )
-from tests.envserve.server_process import ROOT, ServerProcess
 
 BUDGETS = {"optuna_sweep": ("--steps", "600", "--trials", "2")}
 TINY = ("--steps", "2048")

@@ -114,7 +114,8 @@ def test_messages_equal_the_golden_vectors_of_the_document(folder: Path) -> None
         name: [bytes.fromhex(f) for f in documented_frames(name)] for name in example()
     }
     given = {name: [frame.hex() for frame in vectors[name]] for name in vectors}
-    script = [str(ROOT / "tests/doors/node_vectors.mjs"), str(folder / "wire.mjs")]
+    file = ROOT / "tests/integration/node_vectors.mjs"
+    script = [str(file), str(folder / "wire.mjs")]
     run = subprocess.run(
         ["node", *script],
         input=json.dumps(given),

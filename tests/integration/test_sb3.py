@@ -20,12 +20,12 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormali
 from envserve.client.batch_env import ResetFirst
 from envserve.errors import ActionError, CallError, EnvError
 from envserve.sb3 import make_vec_env
-from tests.doors.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
 from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
+from tests.integration.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
 
-MODULE = "tests.doors.masked_env"
+MODULE = "tests.integration.masked_env"
 ATTRIBUTES = (
     "action_masks",
     "broken",

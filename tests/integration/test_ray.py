@@ -25,7 +25,7 @@ from envserve.client import BatchEnv, Status
 from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import AddressError, ConnectError
 from envserve.ray import addresses
-from tests.doors.test_documents import BIN, ROOT, commands
+from tests.integration.test_documents import BIN, ROOT, commands
 
 WORD = "ray://default/envs"
 ENV = "CartPole-v1"

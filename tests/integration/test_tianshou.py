@@ -14,11 +14,11 @@ from tianshou.env import DummyVectorEnv
 from envserve.client.batch_env import ResetFirst
 from envserve.errors import ActionError, EnvError
 from envserve.tianshou import make_vector_env
-from tests.doors.masked_env import ENV_NAME, LOPSIDED_NAME
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
+from tests.integration.masked_env import ENV_NAME, LOPSIDED_NAME
 
-MODULE = "tests.doors.masked_env"
+MODULE = "tests.integration.masked_env"
 
 
 @pytest.fixture(scope="module")

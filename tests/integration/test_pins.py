@@ -1,4 +1,4 @@
-"""Every package that `make test-doors` installs is pinned."""
+"""Every package that `make test-integration` installs is pinned."""
 
 from __future__ import annotations
 

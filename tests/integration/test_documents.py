@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^( *)```(python|sh)\n(.*?)^\1```", re.MULTILINE | re.DOTALL
 
 #: Commands that other files run: a pattern that matches the line, and the file.
 ELSEWHERE = {
-    r"make (train|test|test-doors|bench|chaos|examples)\b": "Makefile",
+    r"make (train|test|test-integration|bench|chaos|examples)\b": "Makefile",
     r"docker[ -]compose": "scripts/run_compose.py",
     r"kubectl": "scripts/run_pods.py",
     r"pip install|python3 -m venv|\. \.venv/bin/activate": "Makefile",
@@ -37,9 +37,9 @@ ELSEWHERE = {
     r"python scripts/(bench|chaos)\.py|cat runs/chaos": "tests/chaos/test_command.py",
     r"python scripts/scaling\.py": "tests/benchmarks/test_scaling.py",
     r"ppo train my_atari\.toml": "tests/ppo/test_convolution.py",
-    r"envserve demo": "tests/doors/test_demo.py",
+    r"envserve demo": "tests/integration/test_demo.py",
     r"envserve (join|invite)": "tests/test_three_commands.py",
-    r".*(ray start|--on ray|ray://)": "tests/doors/test_ray.py",
+    r".*(ray start|--on ray|ray://)": "tests/integration/test_ray.py",
     r"ppo train .*dns://": "scripts/run_pods.py",
     r"export TF_CONFIG|ppo train .*--distribute": "tests/ppo/test_learners.py",
 }
