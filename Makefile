@@ -6,7 +6,7 @@ CONFIG ?= pendulum
 ARGS ?=
 
 VENV := .venv
-INTEGRATION := .venv-doors
+INTEGRATION := .venv-integration
 FLOOR := .venv-floor
 PIP = $(@D)/bin/python scripts/pip_install.py
 PINNED := pyproject.toml constraints.txt
@@ -20,15 +20,15 @@ help:
 	@echo "                            set up $(VENV) and train PPO on a Gymnasium task"
 	@echo "make test [ARGS='-k name']  set up $(VENV) and run scripts/check (10 to 25 minutes)"
 	@echo "make test-integration [ARGS='-k sb3']"
-	@echo "                            set up $(INTEGRATION) and run the integration tests: other"
-	@echo "                            trainers and envs, a browser, the docs, packages, and tests"
-	@echo "                            that learn for minutes (15 to 30 minutes)"
+	@echo "                            set up $(INTEGRATION) and run the integration tests:"
+	@echo "                            other trainers and envs, a browser, the docs, packages, and"
+	@echo "                            tests that learn for minutes (15 to 30 minutes)"
 	@echo "make test-floor             set up $(FLOOR) with the oldest supported versions of"
 	@echo "                            Gymnasium, NumPy and MuJoCo, and test the vector envs"
 	@echo "                            (2 minutes; Python 3.11 or 3.12)"
 	@echo "make examples [ARGS=sb3_ppo]"
-	@echo "                            set up $(INTEGRATION) and check that each example learns its"
-	@echo "                            task, some of them while workers are killed (30 minutes)"
+	@echo "                            set up $(INTEGRATION) and check that each example learns"
+	@echo "                            its task, some while workers are killed (30 minutes)"
 	@echo "make bench [ARGS='step --num-envs 64']"
 	@echo "                            set up $(VENV) and compare BatchEnv with other vectorised"
 	@echo "                            envs (the whole suite: 10 minutes)"

@@ -2,7 +2,7 @@
 """Take the screenshots of docs/page.md from a server whose envs are being stepped.
 
 Requires Chromium and the virtual environment that `make test-integration` creates; run
-the script with .venv-doors/bin/python.
+the script with .venv-integration/bin/python.
 """
 
 from __future__ import annotations

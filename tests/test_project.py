@@ -34,7 +34,7 @@ PINNED_LINES = [
 ]
 NOT_OURS = {
     ".venv",
-    ".venv-doors",
+    ".venv-integration",
     ".venv-floor",
     "runs",
     "build",
