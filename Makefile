@@ -13,7 +13,7 @@ PINNED := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help train test test-integration test-floor examples bench chaos clean
+.PHONY: help train test test-integration test-doors test-floor examples bench chaos clean
 
 help:
 	@echo "make train [CONFIG=pendulum|cartpole|cheetah] [ARGS='--seed 1']"
@@ -48,6 +48,9 @@ test: $(VENV)/.installed-dev
 # pyproject.toml excludes these folders from all other runs of pytest.
 test-integration: $(INTEGRATION)/.installed
 	$(INTEGRATION)/bin/python -m pytest --numprocesses 2 tests/integration tests/learning $(ARGS)
+
+# The former name, for existing scripts.
+test-doors: test-integration
 
 # Gymnasium 1.2 does not say why a wrapper rejects a space, and OpenCV needs NumPy 2.
 test-floor: $(FLOOR)/.installed
