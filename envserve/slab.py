@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import Array as Array
 
-Array = np.ndarray[Any, Any]
 #: Shape and dtype of each array.
 Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 

@@ -12,7 +12,7 @@ episodes of the other rows have ended.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from envserve.client.step_result import StepResult
 from envserve.lane import Outcome
 from envserve.slab import Rows, Status, write_pending
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import flatten
-
-Array = np.ndarray[Any, Any]
+from envserve.spaces.leaves import Array, flatten
 
 _OK: Final = int(Status.OK)
 _LATE: Final = int(Status.LATE)

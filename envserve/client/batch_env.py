@@ -57,11 +57,10 @@ from envserve.slab import Status
 from envserve.spaces.action_checks import check_actions
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
-from envserve.spaces.leaves import unflatten
+from envserve.spaces.leaves import Array, unflatten
 from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
 
-Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,10 +16,8 @@ from envserve.lane import Outcome
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
-from envserve.spaces.leaves import flatten, unbatch, unflatten
+from envserve.spaces.leaves import Array, flatten, unbatch, unflatten
 from envserve.spaces.variable_length import decode_observation
-
-Array = np.ndarray[Any, Any]
 
 #: Minimum size of an array that gets its own memory mapping; see `_zeros`.
 _LARGE_BYTES: Final = 1 << 16

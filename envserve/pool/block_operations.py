@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Event, Lost, Ready, WorkerState
 from envserve.slab import (
+    Array,
     Rows,
     Status,
     copy_final_to_observation,
@@ -53,8 +54,6 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
-
-Array = np.ndarray[Any, Any]
 
 # These are plain ints, because every step compares them, and comparing enum members is
 # slower.

@@ -16,11 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.lane import Block
-from envserve.slab import Slab, Status
+from envserve.slab import Array, Slab, Status
 from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
-Array = np.ndarray[Any, Any]
 #: All counters of a pool or server as one vector, so that the counters of several pools
 #: can be added.
 Counts = Array
