@@ -53,7 +53,7 @@ from envserve.settings import (
     LocalOptions,
     ObservationMode,
 )
-from envserve.slab import Status
+from envserve.slab import OK
 from envserve.spaces.action_checks import check_actions
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
@@ -64,8 +64,6 @@ from envserve.wire.bodies import pack_options
 RowIndices = Sequence[int] | Array | None
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_OK: Final = int(Status.OK)
 
 
 class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
@@ -518,7 +516,7 @@ class BatchEnv:
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
         is_complete = is_current & (
-            np.concatenate([rows.status for rows in lane_rows]) == _OK
+            np.concatenate([rows.status for rows in lane_rows]) == OK
         )
         return decode_observation(
             self.spec,

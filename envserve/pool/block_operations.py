@@ -42,6 +42,7 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Event, Lost, Ready, WorkerState
 from envserve.slab import (
+    PENDING,
     Array,
     Rows,
     Status,
@@ -59,7 +60,6 @@ from envserve.worker.worker_report import decode_report
 # slower.
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
-_PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
 #: Maximum seconds from submitting an operation until its worker's heartbeat is checked.
 _WATCH_SECONDS: Final = 0.1
@@ -133,7 +133,7 @@ class _BlockSlot:
         observation, and their `observation` may belong to the next episode.
         """
         if self.kind == _STEP and not self.has_final:
-            pending = np.flatnonzero(rows.status[self.block.row_slice] == _PENDING)
+            pending = np.flatnonzero(rows.status[self.block.row_slice] == PENDING)
             copy_final_to_observation(rows, self.block.start + pending)
             copy_observation_to_final(rows, self.block.row_slice)
             self.has_final = True
@@ -444,7 +444,7 @@ class BlockOperations:
             slot.save_final_observation(self._rows)
             # Servers must not send PENDING, even if the operation ends with an error.
             status = self._rows.status[block.row_slice]
-            status[status == _PENDING] = Status.OK
+            status[status == PENDING] = Status.OK
             if slot.kind and worker.error is not None:
                 self._finish(slot, Outcome(block.index, error=worker.error))
             elif slot.kind == MessageKind.CALL:
