@@ -103,7 +103,7 @@ class EnvError(EnvserveError, RuntimeError):
         """Make the error an instance of the env's built-in exception class, too."""
         cause = exception_line(fields.get("remote_traceback", ""))
         kind = _BUILTINS.get(cause.partition(":")[0], RuntimeError)
-        if not cause and _BAD_ARGUMENT.search(message):
+        if not cause and BAD_ARGUMENT.search(message):
             kind = TypeError
         if not issubclass(cls, kind):
             members = {"_plain": cls, "__module__": cls.__module__}
@@ -147,9 +147,10 @@ _BUILTINS: Final[dict[str, type[Exception]]] = {
 }
 
 
-#: Python's messages about missing or unexpected constructor arguments.
-_BAD_ARGUMENT: Final = re.compile(
-    r"\(\) missing \d|got an unexpected keyword argument '"
+#: Python's messages about missing or unexpected constructor arguments. The groups are
+#: the name of the function and the unexpected argument.
+BAD_ARGUMENT: Final = re.compile(
+    r"([\w.<>]*)\(\) missing \d|got an unexpected keyword argument '(\w*)"
 )
 
 

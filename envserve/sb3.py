@@ -23,6 +23,7 @@ from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
+from envserve.slab import Array
 from envserve.text import install_command
 
 try:
@@ -32,8 +33,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}; {install_command('sb3')}") from error
 
 __all__ = ["BatchVecEnv", "make_vec_env"]
-
-Array = np.ndarray[Any, Any]
 
 
 def make_vec_env(

@@ -217,50 +217,36 @@ def copy_as(kind: type[Settings], settings: Any, **changes: Any) -> Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(_Validated):
-    """Request for identical envs, one per row of a batch."""
+    """Request for identical envs, one per row of a batch.
+
+    `BatchEnv.local` describes the fields that have no description here.
+    """
 
     env_name: Name
     """Registered name, like "HalfCheetah-v5"."""
     num_envs: Annotated[int, Meta(ge=1, le=1 << 16)]
     """Number of rows."""
     num_splits: Annotated[int, Meta(ge=1, le=1 << 12)] = 1
-    """Number of row groups that can be stepped independently."""
     blocks_per_split: Annotated[int, Meta(ge=0, le=1 << 16)] = 0
-    """Number of blocks per group, regardless of the number of workers; 0 means one per
+    """Number of blocks per split, regardless of the number of workers; 0 means one per
     worker."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Root seed from which each env's seed is derived; see `seeding.env_seed`."""
     seeded: bool = True
-    """Whether the first reset of each env uses the env's seed. If false, the seed is
-    None, as in Gymnasium."""
     first_env_index: _U32 = 0
-    """Index of the first env's row in the whole batch, which can span several lanes."""
     num_batch_envs: _U32 = 0
     """Number of rows of the whole batch; 0 if it ends with the rows of this request."""
     first_incarnation: _U32 = 0
     """Number of times that each env was built before, on any host."""
     env_kwargs: EnvKwargs = field(default_factory=dict)
-    """Keyword arguments of the env's constructor: one map for all envs, or one per env.
-    In strings, `{row}` and `{worker}` are replaced; see `EnvContext`."""
     wrappers: Wrappers = ()
-    """Wrappers of each env, innermost first."""
     autoreset: Autoreset = "same_step"
-    """Mode in which envs are reset after the end of an episode, as in Gymnasium."""
     infos: Infos = "episode_end"
-    """Rows whose info dicts are returned."""
     spare_envs: bool = False
-    """Whether each row has a second env, which is reset while the first is stepped."""
     nonfinite: NonFinite = "raise"
-    """Handling of NaN and infinity in observations and rewards."""
     strict_spaces: bool = False
-    """Whether observations must have exactly the dtypes of their space. If false, they
-    are cast."""
     vectorized: bool = False
-    """Whether each block is one vector env, created by the env's vector_entry_point."""
     actions: ActionMode = "check"
-    """Handling of finite actions outside the action space."""
     observation_mode: ObservationMode = "same"
-    """Whether the observation spaces of all envs are equal, or may differ in bounds."""
 
     def __post_init__(self) -> None:
         """Validate all fields; a list of `env_kwargs` must have one map per env."""
@@ -458,81 +444,35 @@ class PoolSettings(WorkerSettings, EnvRequest):
 
 
 class EnvOptions(TypedDict, total=False):
-    """Keyword arguments of `BatchEnv.connect` that are fields of `EnvRequest`."""
+    """Options of `BatchEnv.connect` that are fields of `EnvRequest`.
+
+    `BatchEnv.local` describes these options.
+    """
 
     seed: int | None
-    """Root seed from which each env's seed is derived. With None, the default, it is
-    drawn at random."""
     seeded: bool
-    """Whether the first reset of each env uses the env's seed; True by default. If
-    False, the seed is None, as in Gymnasium."""
     first_env_index: int
-    """Index of row 0 in a larger batch that this batch is a part of; 0 by default. The
-    envs get the seeds that they would have in the larger batch."""
     num_splits: int
-    """Number of row groups that can be stepped independently; 1 by default."""
     env_kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
-    """Keyword arguments of the env's constructor, or a list with the arguments of each
-    env; none by default. `{row}` and `{worker}` in strings are replaced by numbers."""
     wrappers: Sequence[WrapperLike]
-    """Wrappers of each env, innermost first, as dicts of a name and arguments; none by
-    default. Envs on this host also accept classes and functions; see "Wrappers" in the
-    docs."""
     autoreset: Autoreset
-    """Mode in which envs are reset after the end of an episode: "same_step"
-    (default), "next_step" or "disabled"."""
     infos: Infos
-    """Info dicts that a step returns: "all", only those of ended episodes
-    ("episode_end", the default), or "none"."""
     spare_envs: bool
-    """Whether each row has a second env, which is reset while the first is stepped;
-    False by default."""
     nonfinite: NonFinite
-    """Handling of NaN and infinity in observations and rewards: "raise" an EnvError
-    (default), "mask" the step as invalid and end its episode, or "pass" the values to
-    the caller."""
     strict_spaces: bool
-    """Whether observations must have exactly the dtypes of their space. If False
-    (default), they are cast if NumPy's "same_kind" rule allows it."""
     vectorized: bool
-    """Whether each block is one vector env, created by the env's `vector_entry_point`;
-    False by default."""
     actions: ActionMode
-    """Handling of finite actions outside the action space: "pass" them to the env,
-    "clip" them to the bounds of a Box, or "check" (default), which raises ActionError
-    unless the difference is a rounding error. NaN and infinity always raise
-    ActionError."""
     observation_mode: ObservationMode | tuple[Any, Any]
-    """Whether the observation spaces of all envs must be equal ("same", the default) or
-    may have different bounds ("different"); the batch then has the space of the first
-    env. `make_vec` also takes a tuple of spaces."""
 
 
 class LocalOptions(EnvOptions, total=False):
-    """Keyword arguments of `BatchEnv.local`, including those of `WorkerSettings`."""
+    """Options of `BatchEnv.local`, which describes them."""
 
     import_modules: Sequence[str]
-    """Modules or Python files that register envs or wrappers; none by default."""
     preload: bool
-    """Whether the env modules are imported once, in the process from which workers are
-    forked; True by default. If False, each worker imports them itself, so that they may
-    start threads or use a GPU; see "What forking means for envs" in the docs."""
     gpus: Sequence[int | str]
-    """GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the GPU with
-    index i modulo the number of GPUs. By default, workers see all GPUs."""
     step_timeout: float
-    """Step timeout of one env in seconds, after which its worker is killed; 30 by
-    default."""
     reset_timeout: float
-    """Timeout in seconds for building an env, for its first step and for a reset; 120
-    by default. After that, the env's worker is killed."""
     max_restarts: int
-    """Maximum number of times in a row that a worker is restarted without a valid step
-    of the failing env in between; 5 by default. After that, the env's error is
-    raised."""
     max_infos_kib: int
-    """Maximum size of a row's infos in KiB; 64 by default. If they are larger, the keys
-    with the largest values are omitted."""
     crash_dir: str | None
-    """Directory for crash repro files; by default, a directory of this user in the
-    system's temporary directory. None disables the files."""

@@ -23,8 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.leaves import Array as Array
 
-Array = np.ndarray[Any, Any]
 #: Shape and dtype of each array.
 Layout = Sequence[tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -51,6 +51,12 @@ class Status(enum.IntEnum):
     """Padding: nothing happened, because the env or its server is not available."""
     LATE = 6
     """The delayed result of an action that was sent before the row became padding."""
+
+
+#: Values of `Status` as ints, which NumPy compares faster than enum members.
+OK: Final = int(Status.OK)
+PENDING: Final = int(Status.PENDING)
+LATE: Final = int(Status.LATE)
 
 
 @dataclass(frozen=True)

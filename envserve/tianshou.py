@@ -16,7 +16,7 @@ import numpy as np
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.errors import EnvError
-from envserve.spaces.leaves import unbatch
+from envserve.spaces.leaves import Array, unbatch
 from envserve.text import install_command
 
 try:
@@ -25,8 +25,6 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}; {install_command('tianshou')}") from error
 
 __all__ = ["BatchVectorEnv", "make_vector_env"]
-
-Array = np.ndarray[Any, Any]
 
 
 def make_vector_env(

@@ -11,6 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from envserve.spaces.leaves import FIXED_SHAPE_KINDS, kind_of
 from ppo.errors import UnsupportedSpaceError
 
 _SMALLEST_SIDE = 8
@@ -51,15 +52,8 @@ def image_axes(shape: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
 
 def leaf_kind(space: gymnasium.Space[Any]) -> str | None:
     """Return the kind of a leaf, such as "image"; None if its space is unsupported."""
-    if isinstance(space, gymnasium.spaces.Box):
-        return "image" if is_image(space) else "box"
-    if isinstance(space, gymnasium.spaces.Discrete):
-        return "discrete"
-    if isinstance(space, gymnasium.spaces.MultiDiscrete):
-        return "multi_discrete"
-    if isinstance(space, gymnasium.spaces.MultiBinary):
-        return "multi_binary"
-    return None
+    kind = "image" if is_image(space) else kind_of(space)
+    return kind if kind in ("image", *FIXED_SHAPE_KINDS) else None
 
 
 def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
@@ -105,7 +99,7 @@ def observation_leaves(space: gymnasium.Space[Any]) -> Any:
         UnsupportedSpaceError: The space is not supported, or has no leaves.
     """
     leaves = space_leaves(space)
-    if not any(True for _ in _leaves(leaves)):
+    if not any(True for _ in flat_leaves(leaves)):
         raise UnsupportedSpaceError(
             f"observation: expected at least one element, got {space}; wrap the env to "
             "add an observation, such as a Box that is always 0."
@@ -128,7 +122,7 @@ def check_spaces(
     Raises:
         UnsupportedSpaceError: A space is not supported.
     """
-    leaves = list(_leaves(observation_leaves(observation_space)))
+    leaves = list(flat_leaves(observation_leaves(observation_space)))
     if algorithm == "sac" and (
         not isinstance(action_space, gymnasium.spaces.Box)
         or action_space.dtype.kind != "f"
@@ -166,11 +160,11 @@ def check_action_space(space: gymnasium.Space[Any]) -> None:
         )
 
 
-def _leaves(structure: Any) -> Iterator[gymnasium.Space[Any]]:
+def flat_leaves(structure: Any) -> Iterator[gymnasium.Space[Any]]:
     """Yield the leaves of the result of `space_leaves`."""
     if isinstance(structure, dict | tuple):
         parts = structure.values() if isinstance(structure, dict) else structure
         for part in parts:
-            yield from _leaves(part)
+            yield from flat_leaves(part)
     else:
         yield structure

@@ -7,12 +7,14 @@ the page is up to date.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from envserve import BatchEnv
 from envserve.cli.program import Option, options_of
 from envserve.cli.start import start
 from envserve.settings import EnvOptions, LocalOptions, field_docs
@@ -61,7 +63,7 @@ def page() -> str:
 def _lines() -> Iterator[str]:
     yield _INTRODUCTION
     yield from _table("option", "type", "accepted by", "meaning")
-    docs = field_docs(EnvOptions) | field_docs(LocalOptions)
+    docs = _docs_of_batch_options()
     for name, hint in get_type_hints(LocalOptions).items():
         where = "all" if name in EnvOptions.__annotations__ else "local batches"
         yield _row(f"`{name}`", _type(hint), where, docs[name])
@@ -77,6 +79,14 @@ def _lines() -> Iterator[str]:
         Config, lambda name: "`ppo`" if name in PPO_SETTINGS else "all"
     )
     yield from _settings_of(SACSettings, lambda name: "`sac`")
+
+
+def _docs_of_batch_options() -> dict[str, str]:
+    """Return a dict from the keyword arguments of `BatchEnv.local` to their docs."""
+    doc = inspect.getdoc(BatchEnv.local) or ""
+    section = doc.partition("\nKeyword Args:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", section, re.M)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _settings_of(kind: type[Any], algorithm: Callable[[str], str]) -> Iterator[str]:

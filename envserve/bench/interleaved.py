@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.bench.workload import Workload
+from envserve.slab import Array
 
-Array = np.ndarray[Any, Any]
 Measure = Callable[[], Mapping[str, float]]
 """Function that measures a case once; returns a dict from metrics to their values."""
 Metric = str | Callable[[Mapping[str, float]], float]

@@ -12,22 +12,15 @@ episodes of the other rows have ended.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
-from typing import Any, Final
 
 import numpy as np
 
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.client.step_result import StepResult
 from envserve.lane import Outcome
-from envserve.slab import Rows, Status, write_pending
+from envserve.slab import LATE, OK, PENDING, Rows, write_pending
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import flatten
-
-Array = np.ndarray[Any, Any]
-
-_OK: Final = int(Status.OK)
-_LATE: Final = int(Status.LATE)
-_PENDING: Final = int(Status.PENDING)
+from envserve.spaces.leaves import Array, flatten
 
 
 class Absence:
@@ -147,7 +140,7 @@ class Absence:
                 _write_padding(spec, block, part, result)
             elif block.position in self.awaited_late_steps:
                 status = result.status[part]
-                status[status == _OK] = _LATE
+                status[status == OK] = LATE
                 result.valid[part] = False
 
     def release(self, positions: Set[int]) -> None:
@@ -223,4 +216,4 @@ def _write_padding(
         final_leaf[part] = 0
     result.reward[part] = 0.0
     result.terminated[part] = result.truncated[part] = result.valid[part] = False
-    result.status[part] = _PENDING
+    result.status[part] = PENDING

@@ -53,20 +53,17 @@ from envserve.settings import (
     LocalOptions,
     ObservationMode,
 )
-from envserve.slab import Status
+from envserve.slab import OK
 from envserve.spaces.action_checks import check_actions
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
-from envserve.spaces.leaves import unflatten
+from envserve.spaces.leaves import Array, unflatten
 from envserve.spaces.variable_length import decode_observation
 from envserve.wire.bodies import pack_options
 
-Array = np.ndarray[Any, Any]
 RowIndices = Sequence[int] | Array | None
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_OK: Final = int(Status.OK)
 
 
 class EnvsClosed(LocalProtocolError, ClosedEnvironmentError):
@@ -214,15 +211,16 @@ class BatchEnv:
           seeded: Whether the first reset of each env uses its seed; True by default.
             If False, envs are reset with seed None, as Gymnasium does by default.
           first_env_index: Index of this batch's row 0 in the larger batch that it is
-            part of. It determines the seeds of the envs; 0 by default.
+            part of; 0 by default. The envs get the seeds that they would have in the
+            larger batch.
           num_splits: Number of groups of blocks that are stepped independently; 1 by
             default.
           env_kwargs: Arguments of the env's constructor, or a list with those of each
             env; none by default. `{row}` and `{worker}` in strings are replaced by
             numbers.
           wrappers: Wrappers of each env, innermost first, each a dict with its name
-            and arguments, a class, or a function; none by default; see
-            "Wrappers" in the docs.
+            and arguments or, for envs on this host, a class or a function; none by
+            default; see "Wrappers" in the docs.
           autoreset: Mode in which envs are reset after their episodes, as in Gymnasium:
             "same_step" (default), "next_step" or "disabled".
           infos: Which info dicts a step returns: "all", "episode_end" (the default;
@@ -240,8 +238,10 @@ class BatchEnv:
           actions: Handling of finite actions outside the action space: "check"
             (default) raises ActionError unless the difference is a rounding error,
             "clip" clips them to the bounds of a Box, and "pass" passes them to the env.
+            NaN and infinity always raise ActionError.
           observation_mode: Whether the observation spaces of all envs must be equal
-            ("same", the default) or may have different bounds ("different").
+            ("same", the default) or may have different bounds ("different"). The batch
+            has the space of the first env.
           import_modules: Modules or files that register envs or wrappers; none by
             default.
           preload: Whether the env modules are imported once, in the process from which
@@ -250,10 +250,10 @@ class BatchEnv:
             for envs" in the docs.
           step_timeout: Time limit for one step of one env, in seconds, after which its
             worker is killed; 30 by default.
-          gpus: GPUs for the workers, as in CUDA_VISIBLE_DEVICES; by default, workers
-            see all GPUs.
+          gpus: GPUs for the workers, as in CUDA_VISIBLE_DEVICES: worker i uses the GPU
+            with index i modulo the number of GPUs. By default, workers see all GPUs.
           reset_timeout: Time limit for constructing one env, for its first step and for
-            a reset, in seconds; 120 by default.
+            a reset, in seconds, after which its worker is killed; 120 by default.
           max_restarts: Maximum number of times in a row that a worker is restarted
             without a valid step of the failing env in between; 5 by default. After
             that, the env's error is raised.
@@ -516,7 +516,7 @@ class BatchEnv:
             self.spec.observation_space, [leaf[indices] for leaf in leaves]
         )
         is_complete = is_current & (
-            np.concatenate([rows.status for rows in lane_rows]) == _OK
+            np.concatenate([rows.status for rows in lane_rows]) == OK
         )
         return decode_observation(
             self.spec,

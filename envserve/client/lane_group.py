@@ -22,15 +22,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Final, TypeVar
 
-import numpy as np
-
 from envserve.client.absence import Absence, DeferredOutcome
 from envserve.client.outcome_queue import OutcomeQueue
 from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
 from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
+from envserve.slab import Array
 
-Array = np.ndarray[Any, Any]
 Operation = TypeVar("Operation", Reset, Call)
 
 #: Maximum duration of one wait for a lane, in seconds. It is only a fallback, because

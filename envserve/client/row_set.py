@@ -11,15 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Final, NamedTuple, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
 from envserve.errors import LocalProtocolError
 from envserve.lane import Lane
-from envserve.slab import Rows
-
-Array = np.ndarray[Any, Any]
+from envserve.slab import Array, Rows
 
 _CACHE_SIZE: Final = 64
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from envserve.lane import Lane
-from envserve.slab import Status
-
-Array = np.ndarray[Any, Any]
+from envserve.slab import Array, Status
 
 #: Number of recent steps whose latencies are kept.
 _NUM_LATENCIES: Final = 1024

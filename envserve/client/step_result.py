@@ -13,18 +13,14 @@ from gymnasium.spaces import Space
 from envserve.client.row_set import BatchBlock, RowSet
 from envserve.errors import EnvError, EnvserveError
 from envserve.lane import Outcome
-from envserve.slab import Rows, Status
+from envserve.slab import LATE, OK, Rows
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
-from envserve.spaces.leaves import flatten, unbatch, unflatten
+from envserve.spaces.leaves import Array, flatten, unbatch, unflatten
 from envserve.spaces.variable_length import decode_observation
-
-Array = np.ndarray[Any, Any]
 
 #: Minimum size of an array that gets its own memory mapping; see `_zeros`.
 _LARGE_BYTES: Final = 1 << 16
-_OK: Final = int(Status.OK)  # NumPy compares plain ints faster than enum members
-_LATE: Final = int(Status.LATE)
 
 
 class StepResult(NamedTuple):
@@ -65,7 +61,7 @@ class StepResult(NamedTuple):
     @property
     def lost(self) -> Array:
         """Rows whose episode was ended by a fault, bool `[n]`."""
-        lost: Array = self.truncated & ~self.valid & (self.status != _LATE)
+        lost: Array = self.truncated & ~self.valid & (self.status != LATE)
         return lost
 
     def __repr__(self) -> str:
@@ -127,7 +123,7 @@ def gather_result(
     valid = row_set.all_valid.copy()
     # Any nonzero flag means that an episode has ended or that a status is not OK.
     if rows.flags.tobytes() != 3 * row_set.no_flags:
-        np.equal(rows.status, _OK, out=valid)
+        np.equal(rows.status, OK, out=valid)
         _write_final(rows, final)
     if spec.single_observation is not None:
         (observation,), (final,) = observation, final
@@ -155,7 +151,7 @@ def decode_result(
     host_of: Callable[[int], str],
 ) -> StepResult:
     """Return a complete result with its variable-length observations decoded."""
-    is_complete = result.status == _OK
+    is_complete = result.status == OK
     decode = partial(
         decode_observation, spec, env_indices, is_complete=is_complete, host_of=host_of
     )
@@ -192,7 +188,7 @@ def _write_to(
     # As in `gather_result`, comparing bytes is faster than NumPy calls.
     ends = np.logical_or(out.terminated, out.truncated).tobytes()
     is_complete = out.status.tobytes() == row_set.no_flags
-    out.valid[...] = True if is_complete else out.status == _OK
+    out.valid[...] = True if is_complete else out.status == OK
     if ends != row_set.no_flags:
         final = out.final_observation
         leaves = flatten(space, final) if is_nested else [final]

@@ -29,9 +29,7 @@ from envserve.client.vector_infos import batch_infos
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.settings import Autoreset, ObservationMode
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import flatten, unflatten
-
-Array = np.ndarray[Any, Any]
+from envserve.spaces.leaves import Array, flatten, unflatten
 
 AUTORESET_MODES: Final[Mapping[Autoreset, AutoresetMode]] = {
     "next_step": AutoresetMode.NEXT_STEP,

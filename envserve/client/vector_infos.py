@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from envserve.slab import Array
 from envserve.spaces.info_columns import join_columns, split_columns
 
-Array = np.ndarray[Any, Any]
 #: Rows whose info has a certain key, and the values of this key in the same order.
 _Part = tuple[list[int], Sequence[Any]]
 

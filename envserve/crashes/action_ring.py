@@ -22,10 +22,9 @@ from typing import Annotated, Any, Final
 import numpy as np
 from msgspec import Meta
 
-from envserve.slab import Layout, arrays_nbytes, map_arrays
+from envserve.slab import Array, Layout, arrays_nbytes, map_arrays
 from envserve.spaces.env_spec import EnvSpec
 
-Array = np.ndarray[Any, Any]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 #: Non-negative int; a record stores it as uint64.
 _Uint64 = Annotated[int, Meta(ge=0)]

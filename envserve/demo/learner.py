@@ -11,9 +11,7 @@ from gymnasium.spaces import Box, Discrete
 
 from envserve.client import StepResult
 from envserve.errors import SpaceError
-from envserve.slab import Status
-
-Array = np.ndarray[Any, Any]
+from envserve.slab import Array, Status
 
 #: New policies are sampled from a normal distribution around the mean of the best
 #: `_NUM_BEST` policies. The standard deviation is `_SPREAD` times the standard

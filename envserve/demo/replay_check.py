@@ -15,9 +15,8 @@ import numpy as np
 
 from envserve.client import StepResult
 from envserve.envs.seeding import INCARNATIONS_PER_LEASE, env_seed
-from envserve.slab import Status
+from envserve.slab import Array, Status
 
-Array = np.ndarray[Any, Any]
 Env = gymnasium.Env[Any, Any]
 #: Observation, reward, terminated, truncated, final observation.
 _Step = tuple[bytes, float, bool, bool, bytes]

@@ -25,11 +25,9 @@ from envserve.envs.registry import make_env, offered_names
 from envserve.envs.seeding import draw_root_seed
 from envserve.envs.user_envs import env_name_of
 from envserve.errors import EnvTimeout, ServerError
-from envserve.slab import Status
+from envserve.slab import Array, Status
 from envserve.text import counted
 from envserve.worker.reset_signature import complete_reset_signature
-
-Array = np.ndarray[Any, Any]
 
 _NUM_SERVERS: Final = 2
 _CUT_SECONDS: Final = 2.0

@@ -28,7 +28,7 @@ from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs import user_envs
 from envserve.envs.user_envs import is_user_env, split_reference, writable_by_others
-from envserve.errors import EnvStartError, UnknownEnv
+from envserve.errors import BAD_ARGUMENT, EnvStartError, UnknownEnv
 from envserve.text import did_you_mean, install_command
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
@@ -41,10 +41,6 @@ _MAX_NAME_LENGTH: Final = 200
 _EXTRAS: Final = {"ale_py": "atari"} | {x: x for x in ("mujoco", "box2d", "envpool")}
 _INSTALL_HINT: Final = (
     "install it, or add it to PYTHONPATH, on the host that runs the envs"
-)
-#: Message of a TypeError about a missing or unexpected constructor argument.
-_BAD_ARGUMENT: Final = re.compile(
-    r"([\w.<>]+)\(\) missing|got an unexpected keyword argument '(\w+)'"
 )
 #: Packages that never belong to the user's code.
 _LIBRARIES: Final = {"", "envserve", "gymnasium", "numpy", *sys.stdlib_module_names}
@@ -332,7 +328,7 @@ def _raise_for_arguments(
     classes = getattr(creator, "__mro__", ())
     names = {f"{cls.__qualname__}.__init__" for cls in classes}
     names = names or {getattr(creator, "__qualname__", "")}
-    match = _BAD_ARGUMENT.search(str(error))
+    match = BAD_ARGUMENT.search(str(error))
     if match and (
         match[1] in names or (match[2] in kwargs and match[2] not in accepted)
     ):

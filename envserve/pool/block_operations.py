@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,8 @@ from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_set import WorkerSet
 from envserve.pool.worker_states import Event, Lost, Ready, WorkerState
 from envserve.slab import (
+    PENDING,
+    Array,
     Rows,
     Status,
     copy_final_to_observation,
@@ -54,13 +56,10 @@ from envserve.worker.attribute_calls import decode_results
 from envserve.worker.channel import HEADER, ChannelMessage, MessageKind, pack_message
 from envserve.worker.worker_report import decode_report
 
-Array = np.ndarray[Any, Any]
-
 # These are plain ints, because every step compares them, and comparing enum members is
 # slower.
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
-_PENDING: Final = int(Status.PENDING)
 _PACK: Final = HEADER.pack
 #: Maximum seconds from submitting an operation until its worker's heartbeat is checked.
 _WATCH_SECONDS: Final = 0.1
@@ -134,7 +133,7 @@ class _BlockSlot:
         observation, and their `observation` may belong to the next episode.
         """
         if self.kind == _STEP and not self.has_final:
-            pending = np.flatnonzero(rows.status[self.block.row_slice] == _PENDING)
+            pending = np.flatnonzero(rows.status[self.block.row_slice] == PENDING)
             copy_final_to_observation(rows, self.block.start + pending)
             copy_observation_to_final(rows, self.block.row_slice)
             self.has_final = True
@@ -445,7 +444,7 @@ class BlockOperations:
             slot.save_final_observation(self._rows)
             # Servers must not send PENDING, even if the operation ends with an error.
             status = self._rows.status[block.row_slice]
-            status[status == _PENDING] = Status.OK
+            status[status == PENDING] = Status.OK
             if slot.kind and worker.error is not None:
                 self._finish(slot, Outcome(block.index, error=worker.error))
             elif slot.kind == MessageKind.CALL:

@@ -16,11 +16,10 @@ from typing import Any, Final
 import numpy as np
 
 from envserve.lane import Block
-from envserve.slab import Slab, Status
+from envserve.slab import OK, Array, Slab, Status
 from envserve.wire.status import Histogram, LeaseStatus
 from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CELL
 
-Array = np.ndarray[Any, Any]
 #: All counters of a pool or server as one vector, so that the counters of several pools
 #: can be added.
 Counts = Array
@@ -31,7 +30,6 @@ _WATCH_SECONDS: Final = 10.0
 MAX_DURATIONS: Final = 1000
 _NAMES: Final = [status.name for status in Status]
 _KINDS: Final = len(_NAMES)
-_OK: Final = int(Status.OK)
 #: Limit for values read from a worker's cells, because an env may have overwritten
 #: them. It is nine years in nanoseconds, so that the sum of a histogram's cells still
 #: fits into 63 bits.
@@ -140,7 +138,7 @@ class PoolMetrics:
         start = self._blocks[index].start
         while position >= 0:
             first_step = self._first_steps[start + position]
-            is_valid = status.item(position) == _OK
+            is_valid = status.item(position) == OK
             if first_step is not None and is_valid:
                 self.num_episodes += 1
                 episode = self.num_episodes, start + position, returns.item(position)

@@ -23,6 +23,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Final
@@ -40,7 +41,6 @@ from envserve.pool.pool import Pool
 from envserve.server.access import Access
 from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
-from envserve.server.loop_lag import LoopLag
 from envserve.server.router import Router
 from envserve.server.status import ServerCounters, StatusReporter
 from envserve.session.server.decisions import (
@@ -70,6 +70,39 @@ _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
+#: Interval in seconds, and number, of the measurements of the loop's lag.
+_TICK_SECONDS: Final = 0.5
+_NUM_TICKS: Final = 20
+
+
+class LoopLag:
+    """The lag of an event loop over the last 10 s.
+
+    A callback that is scheduled every 0.5 s records its own delay. Occasional requests
+    could not measure the lag, because a hanging loop does not process them.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lags: deque[float] = deque(maxlen=_NUM_TICKS)
+        self._timer = self._schedule()
+
+    @property
+    def seconds(self) -> float:
+        """The largest recorded lag, including the lag of the pending callback."""
+        overdue = self._loop.time() - self._timer.when()
+        return max(0.0, overdue, *self._lags)
+
+    def stop(self) -> None:
+        """Stop measuring."""
+        self._timer.cancel()
+
+    def _schedule(self) -> asyncio.TimerHandle:
+        return self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        self._lags.append(self._loop.time() - self._timer.when())
+        self._timer = self._schedule()
 
 
 class ServerLoop:

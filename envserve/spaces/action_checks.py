@@ -18,10 +18,8 @@ from gymnasium.spaces import Box
 
 from envserve.errors import ActionError, SpaceError
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import EMPTY_LEAF, Leaf, flatten
+from envserve.spaces.leaves import EMPTY_LEAF, Array, Leaf, flatten
 from envserve.spaces.variable_length import encode_row
-
-Array = np.ndarray[Any, Any]
 
 #: Function that returns the start of an error message, given the index of the action.
 _Prefix = Callable[[int], str]

@@ -23,14 +23,13 @@ from envserve.spaces.leaves import (
     EMPTY_LEAF,
     MAX_DEPTH,
     MAX_ROW_BYTES,
+    Array,
     Leaf,
     children_of,
     is_uniform,
     kind_of,
     leaves_of,
 )
-
-Array = np.ndarray[Any, Any]
 
 #: Maximum size in bytes of one value of a described space.
 _MAX_VALUE_BYTES: Final = 1 << 30

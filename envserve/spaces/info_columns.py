@@ -18,8 +18,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 
 from envserve.spaces import codec
-
-Array = np.ndarray[Any, Any]
+from envserve.spaces.leaves import Array
 
 _PYTHON_DTYPES: Final = {
     bool: np.dtype(np.bool_),

@@ -23,6 +23,7 @@ from gymnasium.vector.utils import create_empty_array
 from envserve.errors import SpaceError
 from envserve.spaces import codec
 
+#: An array of any dtype and shape.
 Array = np.ndarray[Any, Any]
 
 #: Maximum nesting depth of a space.

@@ -18,9 +18,14 @@ from gymnasium import spaces
 from envserve.errors import CodecError, RemoteProtocolError, SpaceError
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import FIXED_SHAPE_KINDS, Leaf, flatten, kind_of, unflatten
-
-Array = np.ndarray[Any, Any]
+from envserve.spaces.leaves import (
+    FIXED_SHAPE_KINDS,
+    Array,
+    Leaf,
+    flatten,
+    kind_of,
+    unflatten,
+)
 
 #: Size of the length field.
 _HEADER_BYTES: Final = 4

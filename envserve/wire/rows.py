@@ -12,17 +12,16 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from envserve.errors import LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block
-from envserve.slab import Rows, Status
+from envserve.slab import Array, Rows, Status
 from envserve.wire.constants import MAX_INLINE_BYTES
 from envserve.wire.message import Buffer
 
-Array = np.ndarray[Any, Any]
 #: The first row of a range, and the row after its last row.
 Range = tuple[int, int]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from envserve.crashes.action_ring import ActionRing
 from envserve.lane import Fault
-from envserve.slab import Rows, Status, next_beat
+from envserve.slab import OK, Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -27,8 +27,6 @@ from envserve.worker.env_checks import EnvChecks, SpaceViolation
 from envserve.worker.env_row import EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from envserve.worker.worker_report import encode_report, fault_from_error
-
-_OK: Final = int(Status.OK)
 
 
 class EnvBlock:
@@ -204,7 +202,7 @@ class EnvBlock:
             rows = self._all_rows
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
-            rows.status[row] = _OK
+            rows.status[row] = OK
         return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 
     def _reset_or_rebuild(

@@ -17,11 +17,9 @@ from gymnasium.spaces import Space
 from envserve.errors import EnvStartError, SpaceError
 from envserve.settings import EnvRequest, NonFinite
 from envserve.spaces.env_spec import EnvSpec
-from envserve.spaces.leaves import Leaf, flatten
+from envserve.spaces.leaves import Array, Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 from envserve.text import with_article
-
-Array = np.ndarray[Any, Any]
 
 
 class SpaceViolation(Exception):

@@ -27,7 +27,7 @@ from envserve.slab import BEAT_INCREMENT, FIRST_STEP, Rows, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
-from envserve.spaces.leaves import is_finite
+from envserve.spaces.leaves import Array, is_finite
 from envserve.worker import step_timings
 from envserve.worker.env_checks import (
     EnvChecks,
@@ -44,7 +44,6 @@ from envserve.worker.env_checks import (
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.reset_signature import complete_reset_signature
 
-Array = np.ndarray[Any, Any]
 #: Result of a step without the observation: reward, terminated, truncated and info.
 StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
 

@@ -140,6 +140,14 @@ def render(env: Any) -> Any:
         inner.render_mode = None
 
 
+def frame_rate(metadata: Any) -> float:
+    """Return the frames per second in an env's metadata, or 30 if there are none."""
+    rate = metadata.get("render_fps") if isinstance(metadata, Mapping) else None
+    if isinstance(rate, int | float | np.number) and 0.01 <= rate <= 1000.0:
+        return float(rate)
+    return 30.0
+
+
 def prepare_rendering(env_kwargs: Mapping[str, Any]) -> None:
     """If an env is built to render images, choose a renderer that needs no display."""
     if env_kwargs.get("render_mode") not in (None, "human"):

@@ -23,6 +23,7 @@ from envserve.text import one_line
 from envserve.worker.channel import MessageKind, pack_message
 from envserve.worker.env_checks import EnvChecks
 from envserve.worker.env_row import EnvRow
+from envserve.worker.rendering import frame_rate
 from envserve.worker.worker_report import fault_from_error
 
 
@@ -94,9 +95,7 @@ def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
 
 
 def _render_video_frame(env: EnvRow) -> bytes:
-    rate = getattr(env.inner_env, "metadata", {}).get("render_fps")
-    if not (isinstance(rate, int | float) and 0.01 <= rate <= 1000):
-        rate = 30.0
+    rate = frame_rate(getattr(env.inner_env, "metadata", {}))
     try:
         frame = env.call("call", "render", [])
     except Exception as error:

@@ -28,7 +28,7 @@ from envserve.slab import FIRST_STEP, Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
-from envserve.spaces.leaves import is_finite, unflatten
+from envserve.spaces.leaves import Array, is_finite, unflatten
 from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallRequest, run_call_on_vector_env
 from envserve.worker.channel import BuildMessage
@@ -45,7 +45,6 @@ from envserve.worker.env_checks import (
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
-Array = np.ndarray[Any, Any]
 _Infos = Mapping[str, Any]
 _Seeds = Sequence[int | None]
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 from envserve.errors import WrapperError
 from envserve.settings import NonFinite, convert_fields
 from envserve.wrappers.specs import parse_wrappers
-from ppo.config.sac import SAC_DEFAULTS, SACSettings
+from ppo.config.sac import SAC_DEFAULTS, Count, SACSettings
 from ppo.errors import ConfigError, suggestion
 
 CODE_SETTINGS = {
@@ -31,7 +31,6 @@ _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 #: Maximum depth of nested lists and dicts; messages to env servers allow 32 levels.
 _MAX_DEPTH = 30
-_Count = Annotated[int, Meta(ge=1, le=2**53)]
 _Steps = Annotated[int, Meta(ge=0, le=2**53)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Positive = Annotated[float, Meta(ge=1e-12, le=1e9)]
@@ -238,7 +237,7 @@ class Config:
     with the name of the algorithm, such as `[sac]`; in a command, set each by its name,
     such as `--set batch_size=256`."""
 
-    total_steps: _Count = 1_000_000
+    total_steps: Count = 1_000_000
     """Environment steps to train for, summed over all environments. Training ends
     before the first iteration that would exceed this number. Steps that are lost
     because an environment failed do not count."""
@@ -276,7 +275,7 @@ class Config:
     epochs: Annotated[int, Meta(ge=1, le=10_000)] = 10
     """Number of passes over the steps of each iteration."""
 
-    minibatch_size: _Count = 64
+    minibatch_size: Count = 64
     """Number of environment steps per minibatch; must divide num_envs * horizon."""
 
     learning_rate: _Fraction = 3e-4
@@ -440,7 +439,7 @@ class Config:
     """Whether to run the networks on a GPU, if there is one. Networks without
     convolutions are usually faster on the CPU."""
 
-    evaluation_episodes: _Count = 100
+    evaluation_episodes: Count = 100
     """Number of complete episodes in the final evaluation of a run."""
 
     evaluation_actions: Literal["mode", "sample"] = "mode"
@@ -449,7 +448,7 @@ class Config:
     "sample" if the most likely actions can lead to endless loops, for example in grid
     worlds."""
 
-    evaluation_time_limit: _Count = 10_000
+    evaluation_time_limit: Count = 10_000
     """Number of steps after which an episode of an evaluation is cut off if it has not
     ended; it then counts with its return so far. Checked every 100 steps."""
 
@@ -458,7 +457,7 @@ class Config:
     evaluations use separate environments and do not affect training; their steps do not
     count. If enabled, an evaluation also follows the last iteration."""
 
-    curve_episodes: _Count = 20
+    curve_episodes: Count = 20
     """Number of complete episodes in each evaluation during training. All evaluations
     use the same seeds."""
 
@@ -476,7 +475,7 @@ class Config:
     """Seconds after a checkpoint at which the next one is due; it is written at the end
     of the current iteration."""
 
-    checkpoints_to_keep: _Count = 3
+    checkpoints_to_keep: Count = 3
     """Number of most recent checkpoints to keep. The checkpoint of the best evaluation
     is kept as well."""
 

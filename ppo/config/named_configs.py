@@ -10,7 +10,7 @@ import re
 import reprlib
 import runpy
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -305,8 +305,14 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
     discrete. If actions are continuous, they get a GAE lambda of 0.9, like most MuJoCo
     tasks.
     """
+    # Import lazily, so that configs can be read without Gymnasium.
+    from ppo.spaces import flat_leaves, is_image, space_leaves
+
     is_continuous = action_space.dtype is not None and action_space.dtype.kind == "f"
-    are_images = list(_are_images(observation_space, excluded="action_mask"))
+    leaves = space_leaves(observation_space)
+    if isinstance(leaves, dict):
+        leaves.pop("action_mask", None)
+    are_images = list(map(is_image, flat_leaves(leaves)))
     if any(are_images):
         settings = {**_PIXELS}
         if is_continuous:
@@ -317,26 +323,6 @@ def recommended_settings(observation_space: Any, action_space: Any) -> dict[str,
     if is_continuous:
         return {"gae_lambda": 0.9}
     return {"entropy_coefficient": 0.01, "normalize_advantages": True}
-
-
-def _are_images(space: Any, excluded: str = "") -> Iterator[bool]:
-    """Yield for each leaf of a space whether it is an image.
-
-    Args:
-        space: The space.
-        excluded: Key of the outermost Dict to leave out.
-    """
-    parts = getattr(space, "spaces", None)
-    if parts is None:
-        # Import lazily, so that configs can be read without Gymnasium.
-        from ppo.spaces import is_image
-
-        yield is_image(space)
-        return
-    items = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-    for key, part in items:
-        if key != excluded:
-            yield from _are_images(part)
 
 
 def read_config(path: Path) -> Config:

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from ppo.errors import ConfigError
 
-_Count = Annotated[int, Meta(ge=1, le=2**53)]
+Count = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class SACSettings:
     batch_size: Annotated[int, Meta(ge=1, le=1_000_000)] = 256
     """Number of transitions per gradient step, sampled from the replay buffer."""
 
-    replay_size: _Count = 1_000_000
+    replay_size: Count = 1_000_000
     """Number of most recent transitions that the replay buffer holds, in the memory of
     this host. Less memory is used if total_steps is smaller."""
 

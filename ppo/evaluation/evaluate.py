@@ -36,7 +36,8 @@ _HORIZON = 100  # batch steps between two checks of `time_limit`
 #: Maximum number of batch steps without a complete episode, in addition to the time
 #: limit; reached only if envs are unavailable.
 _MAX_IDLE_STEPS = 100_000
-_MAX_LOST_IN_A_ROW = 20
+#: Number of consecutive episodes that an env may lose before an evaluation ends.
+MAX_LOST_IN_A_ROW = 20
 TIME_LIMIT_REMEDY = (
     "train with a time limit, for example --set "
     """'wrappers=[{name = "TimeLimit", max_episode_steps = 1000}]'."""
@@ -375,7 +376,7 @@ def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:
 
 def _check_lost_episodes(env: BatchEnv, lost_in_a_row: np.ndarray) -> None:
     worst = int(np.argmax(lost_in_a_row))
-    if lost_in_a_row[worst] >= _MAX_LOST_IN_A_ROW:
+    if lost_in_a_row[worst] >= MAX_LOST_IN_A_ROW:
         raise EnvsLostError(
             f"Env {worst} of {env.spec.env_name}: expected complete episodes, but each "
             f"of the last {lost_in_a_row[worst]} had a lost step; see the log for the "

@@ -20,7 +20,6 @@ from envserve.worker import rendering
 from ppo.config.config import Config
 from ppo.environments import MakeEnv, env_maker
 
-_DEFAULT_FRAMES_PER_SECOND = 30.0
 #: Modules of Gymnasium whose envs render with pygame.
 _PYGAME_MODULES = tuple(
     f"gymnasium.envs.{name}" for name in ("box2d", "classic_control", "toy_text")
@@ -119,13 +118,9 @@ def render_frame(env: BatchEnv) -> np.ndarray:
 def frames_per_second(env: BatchEnv) -> float:
     """Return the frame rate in the env's metadata, or 30 if there is none."""
     try:
-        metadata = env.get_attr("metadata")[0]
+        return rendering.frame_rate(env.get_attr("metadata")[0])
     except CallError:  # the metadata cannot be serialised
-        return _DEFAULT_FRAMES_PER_SECOND
-    rate = metadata.get("render_fps") if isinstance(metadata, dict) else None
-    if isinstance(rate, int | float | np.number) and 0.01 <= rate <= 1000.0:
-        return float(rate)
-    return _DEFAULT_FRAMES_PER_SECOND
+        return rendering.frame_rate(None)
 
 
 def _last_line(error: EnvError) -> str:

@@ -24,7 +24,12 @@ from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import EnvDataError, EnvsLostError, OutputError
-from ppo.evaluation.evaluate import TIME_LIMIT_REMEDY, Evaluation, evaluation_seed
+from ppo.evaluation.evaluate import (
+    MAX_LOST_IN_A_ROW,
+    TIME_LIMIT_REMEDY,
+    Evaluation,
+    evaluation_seed,
+)
 from ppo.evaluation.rendering import frames_per_second, render_frame
 from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
 from ppo.rollout import Episode
@@ -32,7 +37,6 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId
 from ppo.run_folder.folder import RunFolder
 
-_MAX_LOST_IN_A_ROW = 20
 _MAX_STEPS = 30_000  # about 17 minutes at 30 frames per second
 
 
@@ -164,7 +168,7 @@ def _record(
     rate: float,
 ) -> Episode:
     """Record the next episode without lost steps, at `rate` frames per second."""
-    for _ in range(_MAX_LOST_IN_A_ROW):
+    for _ in range(MAX_LOST_IN_A_ROW):
         with VideoWriter(path, rate) as video:
             episode = play_episode(env, start_episode(), video.add)
             if episode is not None:
@@ -172,7 +176,7 @@ def _record(
             video.discard()
     raise EnvsLostError(
         f"{env.spec.env_name}: expected a complete episode, but the last "
-        f"{_MAX_LOST_IN_A_ROW} were lost in a row; see the log for the reasons."
+        f"{MAX_LOST_IN_A_ROW} were lost in a row; see the log for the reasons."
     )
 
 

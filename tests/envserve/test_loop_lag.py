@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from envserve.server.loop_lag import LoopLag
+from envserve.server.event_loop import LoopLag
 
 
 class FakeTimer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -18,13 +18,12 @@ from envserve.client.link.connection import SLICE_SECONDS, Connection
 from envserve.client.link.server_pool import ServerPool
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 from envserve.session.states import ClientState
+from envserve.slab import Array
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer
 
 if TYPE_CHECKING:
     from envserve.session.client.client_session import ClientSession
-
-Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds without a connection after which a new socket is opened. libzmq reconnects

@@ -23,14 +23,13 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
-
 from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
 from envserve.lane import Block, Call, Fault, Outcome, Reset
 from envserve.session.client.liveness import Liveness
 from envserve.session.client.requests import Request, pack_calls
 from envserve.settings import Autoreset
 from envserve.slab import (
+    Array,
     Rows,
     Status,
     copy_final_to_observation,
@@ -44,8 +43,6 @@ from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MessageType
 from envserve.wire.message import Buffer, Message
 from envserve.wire.result_report import ResultReport
 from envserve.wire.rows import BlockParts, RowCodec, RowPart
-
-Array = np.ndarray[Any, Any]
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum number of different warnings from a server that are logged. Each warning is

@@ -27,11 +27,12 @@ from envserve.session.server.decisions import (
     Decision,
     EnrolKey,
     Reply,
+    ReplyFrame,
+    ReplyStatus,
     ReplyWelcome,
     SessionId,
 )
 from envserve.session.server.lease_table import LeaseRecord, LeaseTable
-from envserve.session.server.observer_requests import OBSERVER_TYPES, ObserverRequests
 from envserve.session.server.permissions import RateLimited, Rejection
 from envserve.session.server.quotas import Quotas
 from envserve.session.server.reply_builder import (
@@ -44,7 +45,7 @@ from envserve.session.states import LeaseState
 from envserve.settings import HostSettings
 from envserve.slab import Rows
 from envserve.spaces.env_spec import EnvSpec
-from envserve.wire.bodies import Drain, Pong
+from envserve.wire.bodies import Drain, FrameRequest, Pong
 from envserve.wire.constants import (
     DRAIN_WORD,
     MIN_VERSION,
@@ -70,6 +71,10 @@ _REPLY_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
     MessageType.FRAME: MessageType.FRAME_RESULT,
     MessageType.JOIN: MessageType.JOINED,
 }
+#: Seconds that a FRAME request adds to its user's leaky bucket, which holds one second.
+#: A user can therefore request 32 rendered frames or one flight record per second.
+_FRAME_SECONDS: Final = 1 / 32
+_RECORD_SECONDS: Final = 1.0
 
 
 class ServerProtocol:
@@ -107,7 +112,7 @@ class ServerProtocol:
         self.refusals = self._reply_builder.refusals
         self.quotas = Quotas(settings, grant_of)
         self.leases = LeaseTable(settings, env_names, self._reply_builder, self.quotas)
-        self._observers = ObserverRequests(self.leases, self.quotas)
+        self._next_frame_due: dict[str, float] = {}
 
     @property
     def has_ended(self) -> bool:
@@ -210,8 +215,8 @@ class ServerProtocol:
             return []
         if message.version != VERSION:
             raise version_mismatch(message.version)
-        if kind in OBSERVER_TYPES:
-            return self._observers.handle(message, now)
+        if kind in (MessageType.STATUS, MessageType.FRAME):
+            return self._on_observer_request(message, now)
         if not isinstance(kind, MessageType):
             raise Rejection(ErrorCode.UNSUPPORTED, f"unknown message type {kind}")
         if kind is MessageType.ASK_DRAIN:
@@ -262,6 +267,36 @@ class ServerProtocol:
             self.leases.record_client_name(session, hello.client)
         self.quotas.of(message.peer[-1])  # raises unless the key is still valid
         return [ReplyWelcome(message)]
+
+    def _on_observer_request(self, request: Message, now: float) -> list[Decision]:
+        """Return the decision that replies to STATUS or FRAME, which need no lease.
+
+        A user with a key can only observe their own leases. Users without a key,
+        including the operator of the server, can observe all leases. If a user sends
+        too many FRAME requests, return an empty list; the client then resends its
+        request.
+
+        Raises:
+          Rejection: The key is no longer valid, or the lease is not visible to the
+            user.
+          RemoteProtocolError: The message is malformed.
+        """
+        user = request.peer[-1]
+        self.quotas.of(user)  # raises unless the key is still valid
+        if request.type is MessageType.STATUS:
+            return [ReplyStatus(request)]
+        due_at = max(self._next_frame_due.get(user, now), now)
+        if due_at >= now + 1.0:
+            return []
+        frame_request = FrameRequest.decode(request.body)
+        self._next_frame_due[user] = due_at + (
+            _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
+        )
+        for record in self.leases.visible_to(user):
+            if record.number == frame_request.lease:
+                return [ReplyFrame(request, record.session, frame_request)]
+        text = f"lease {frame_request.lease} does not exist, or belongs to another user"
+        raise Rejection(ErrorCode.LEASE_LOST, text)
 
     def _on_ask_drain(self, message: Message) -> list[Decision]:
         if message.peer[-1] != "local":
