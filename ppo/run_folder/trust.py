@@ -17,8 +17,9 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from envserve.envs.user_envs import is_user_env, split_reference
 from envserve.errors import KeyFileError
@@ -31,6 +32,8 @@ from ppo.config.config import CODE_SETTINGS, Config
 _LOGGER = logging.getLogger("envserve")
 #: Packages that are safe to import, although calling their functions may not be.
 _INSTALLED = ("envserve", "gymnasium", "ppo")
+#: Prefix of the envs of `envserve.gym`, whose arguments name another env.
+_PROXY_PREFIX = "envserve/"
 _CODE_SUFFIXES = (".py", ".pyc", ".so")
 _MAX_CODE_BYTES = 1 << 30
 
@@ -51,8 +54,10 @@ LOCAL = EnvSource()
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
     """Return a dict from settings to the code and servers that they name."""
     modules = [*config.import_modules, *source.import_modules]
+    is_proxy = config.env_name.startswith(_PROXY_PREFIX)
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
+        "env_kwargs": [*_strings_in(config.env_kwargs)] if is_proxy else [],
         "import_modules": [
             name
             for name in modules
@@ -66,6 +71,15 @@ def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]
         "connect": [*source.addresses],
     }
     return {setting: values for setting, values in names.items() if values}
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in the lists and dicts of a value, except keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings_in(item)
 
 
 def describe_code(

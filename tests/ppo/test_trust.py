@@ -26,6 +26,15 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"import_modules": ["gymnasium.py"]}, {}, "gymnasium.py (import_modules)"),
     ({"import_modules": ["ppo.a/../run/e.py"]}, {}, "run/e.py (import_modules)"),
     ({"import_modules": ["gymnasium:make"]}, {}, "gymnasium:make (import_modules)"),
+    (
+        {
+            "env_name": "envserve/Remote-v0",  # creates the env that `env` names
+            "import_modules": ["envserve.gym"],
+            "env_kwargs": {"env": "run/e.py:Walk", "address": "tcp://evil:1"},
+        },
+        {},
+        "run/e.py:Walk, tcp://evil:1 (env_kwargs)",
+    ),
     ({"network": "run/e.py:net"}, {}, "run/e.py:net (network)"),
     ({"objective": "os:system"}, {}, "os:system (objective)"),
     ({"optimizer": "os:system"}, {}, "os:system (optimizer)"),
