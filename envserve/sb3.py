@@ -24,6 +24,7 @@ from envserve.client.step_result import final_observations
 from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.text import install_command
+from envserve.wire.bodies import pack_options
 
 try:
     from stable_baselines3.common.monitor import Monitor
@@ -130,10 +131,12 @@ class BatchVecEnv(VecEnv):
         self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
-        # reset separately.
-        others = [row for row, each in enumerate(options) if each != options[0]]
+        # reset separately. Encoded options are compared, because True equals 1, and
+        # comparing arrays returns no bool.
+        packed = [pack_options(each) for each in options]
+        others = [row for row, each in enumerate(packed) if each != packed[0]]
         while others:
-            rows = [row for row in others if options[row] == options[others[0]]]
+            rows = [row for row in others if packed[row] == packed[others[0]]]
             others = [row for row in others if row not in rows]
             seeds = [self._seeds[row] for row in rows]
             self.batch.reset(rows, seeds, options=options[rows[0]])

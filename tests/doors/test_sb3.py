@@ -321,6 +321,10 @@ def test_options_reach_the_envs_once_and_may_differ(masked: Any) -> None:
     masked.set_options({"label": "red"})
     masked.reset()
     assert masked.get_attr("label") == ["red"] * 3
+    labels = [True, 1, np.arange(2)]  # True equals 1, and arrays have no truth value
+    masked.set_options([{"label": label} for label in labels])
+    masked.reset()
+    assert list(map(repr, masked.get_attr("label"))) == list(map(repr, labels))
 
 
 def test_another_autoreset_mode_is_rejected() -> None:
