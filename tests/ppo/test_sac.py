@@ -217,7 +217,8 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
                 expected = range(max(0, steps - capacity), steps)
                 assert rewards_in(replay) <= set(expected)
                 assert replay.size == len(expected)
-        replay.save(folder)
+        for _ in range(2):  # the first save keeps what the preceding one needs
+            replay.save(folder)
         loaded = Replay(capacity)
         loaded.load(folder, steps)
         add_rewards(loaded, steps, steps + 1)
@@ -225,6 +226,20 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
         assert max(rewards_in(loaded)) == steps
         firsts = [int(path.name[13:25]) for path in folder.iterdir()]
         assert min(firsts) > steps - capacity  # files with older transitions are gone
+
+
+def test_a_save_keeps_the_transitions_of_the_preceding_checkpoint(
+    tmp_path: Path,
+) -> None:
+    replay = Replay(5)
+    for first, end in ((0, 10), (10, 17)):  # no transition of the first save is left
+        add_rewards(replay, first, end)
+        replay.save(tmp_path)
+    loaded = Replay(5)
+    loaded.load(tmp_path, 10)  # killed before the second checkpoint was complete
+    assert loaded.size == 5
+    add_rewards(loaded, 10, 11)
+    assert rewards_in(loaded) == set(range(6, 11))
 
 
 def test_a_saved_file_and_its_name_are_flushed_to_disk(
