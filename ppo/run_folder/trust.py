@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
         return False
 
 
+def keep_folder_unchanged(config: Config, source: EnvSource, folder: Path) -> None:
+    """Do not cache the bytecode of code in the run folder, if the run names any.
+
+    The cached files would change the digest of the run, so that it would no longer be
+    trusted. The setting applies to this process and to processes that it starts.
+    """
+    if _is_any_in_folder(_resolved_names(config, source, folder)):
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
 def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
     """Record that the user trusts the code of a run; log a warning if that fails."""
     if not code_names(config, source):
@@ -135,11 +147,9 @@ def _warn_once(text: str) -> None:
 
 def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path:
     """Return the file that records trust; its name is a digest of settings and code."""
-    names = code_names(config, source)
-    for setting in names.keys() - {"connect"}:
-        names[setting] = [_resolve(name, folder) for name in names[setting]]
+    names = _resolved_names(config, source, folder)
     content: dict[str, str] = {}
-    if folder and any(name[:2] == "./" for found in names.values() for name in found):
+    if folder and _is_any_in_folder(names):
         files = [file for file in folder.rglob("*") if file.suffix in _CODE_SUFFIXES]
         for file in filter(Path.is_file, files):
             with open_regular(file, _MAX_CODE_BYTES) as code:
@@ -150,6 +160,20 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
     text = json.dumps([names, content, rest], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return KeyFolder().path / "trusted" / digest
+
+
+def _resolved_names(
+    config: Config, source: EnvSource, folder: Path | None
+) -> dict[str, list[str]]:
+    """Return `code_names` with the paths of the code's files; see `_resolve`."""
+    names = code_names(config, source)
+    for setting in names.keys() - {"connect"}:
+        names[setting] = [_resolve(name, folder) for name in names[setting]]
+    return names
+
+
+def _is_any_in_folder(names: Mapping[str, Sequence[str]]) -> bool:
+    return any(name[:2] == "./" for found in names.values() for name in found)
 
 
 def _resolve(name: str, folder: Path | None) -> str:
