@@ -280,7 +280,9 @@ def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
     assert rewards_in(smaller) == {*range(26, 30), *range(40, 51)}
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "pipe", "fewer", "zip"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "empty", "text", "pipe", "fewer", "bare", "zip"]
+)
 def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
     tmp_path: Path, damage: str
 ) -> None:
@@ -294,6 +296,8 @@ def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
         os.mkfifo(path)
     elif damage == "fewer":
         np.savez(path, np.zeros((49, 2)))
+    elif damage == "bare":
+        np.savez(path, np.zeros((50, 0)))
     elif damage == "zip":
         np.savez_compressed(path, np.zeros((50, 2)))
     else:

@@ -211,6 +211,8 @@ def _read(path: Path, count: int) -> list[np.ndarray]:
         lengths = {len(leaf) for leaf in leaves}
         if lengths != {count}:
             raise ValueError(f"expected {count} transitions, got {sorted(lengths)}")
+        if not any(leaf.nbytes for leaf in leaves):
+            raise ValueError("expected transitions with data")
         return leaves
     except Exception as error:  # a damaged file can raise almost any error
         raise CheckpointError(
