@@ -7,6 +7,7 @@ this module imports Stable-Baselines3.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import multiprocessing
@@ -84,16 +85,19 @@ def make_vec_env(
         options["wrappers"] = [*(options.get("wrappers") or ()), wrapper]
     fixed_options = {"autoreset": "same_step"}
     batch = make_batch(env, n_envs, addresses, fixed_options, seed=seed, **options)
-    keywords = (monitor_kwargs or {}).get("info_keywords", ())
-    vec_env = BatchVecEnv(batch, keywords)
-    vec_env.seed(seed)
-    is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
-    if is_monitored and monitor_file is None and not monitor_kwargs:
-        return vec_env
-    monitored = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
-    # Otherwise, `monitored.reset_infos` would be a separate list that stays empty.
-    monitored.reset_infos = vec_env.reset_infos
-    return monitored
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(batch.close)
+        keywords = (monitor_kwargs or {}).get("info_keywords", ())
+        vec_env = BatchVecEnv(batch, keywords)
+        vec_env.seed(seed)
+        is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
+        result: VecEnv = vec_env
+        if not is_monitored or monitor_file is not None or monitor_kwargs:
+            result = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
+            # Otherwise, `result.reset_infos` would be a separate list that stays empty.
+            result.reset_infos = vec_env.reset_infos
+        on_error.pop_all()
+    return result
 
 
 class BatchVecEnv(VecEnv):
