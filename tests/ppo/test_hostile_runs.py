@@ -290,6 +290,21 @@ def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> N
     assert "seed 0 failed" in output
 
 
+def test_other_folders_and_files_named_like_seeds_are_errors(tmp_path: Path) -> None:
+    config = Config(env_name="nosuch:Walk", total_steps=2048)
+    RunFolder(tmp_path).save_config(config)
+    for name in ("seed-best", "seed-07"):
+        RunFolder.create(tmp_path / name, config)
+    resume = ("train", "--resume", tmp_path, "--num-workers", "1")
+    code, _, error = ppo(*resume)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "found seed-07, seed-best; rename them" in error
+    (tmp_path / "seed-3").touch()
+    code, _, error = ppo(*resume)
+    assert code == 1
+    assert "seed-3: cannot be written, File exists" in error
+
+
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious")])
 def test_the_log_of_a_seed_is_not_written_to_a_link_or_pipe(
     tmp_path: Path, make: Callable[[Path], None]
