@@ -190,7 +190,9 @@ def _resolve(name: str, folder: Path | None) -> str:
         found = source  # even if it was removed, so that the digest is the same
     if not found or "\0" in found:
         return name
-    path, shown = Path(found).resolve(), name.removeprefix(found)
-    if folder is not None and path.is_relative_to(folder.resolve()):
-        return f"./{path.relative_to(folder.resolve())} {shown}"
+    # Unlike `Path.resolve`, `realpath` accepts a link to itself.
+    path, shown = Path(os.path.realpath(found)), name.removeprefix(found)
+    root = None if folder is None else os.path.realpath(folder)
+    if root is not None and path.is_relative_to(root):
+        return f"./{path.relative_to(root)} {shown}"
     return f"{path} {shown}"

@@ -204,6 +204,12 @@ def test_trust_is_remembered_for_the_same_code_only() -> None:
     assert is_refused("evaluate", "second")
 
 
+def test_a_link_to_itself_is_refused_like_other_code() -> None:
+    make_foreign_run({"network": "run/loop.py:net"}, {})
+    Path("run/loop.py").symlink_to("loop.py")
+    assert is_refused("evaluate", "run")
+
+
 def test_the_use_of_trusted_code_does_not_end_the_trust(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
