@@ -6,6 +6,7 @@ particular tasks, and reads configs from files.
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -556,6 +557,14 @@ class Config:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
+        for key, value in vars(self).items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:  # bytes of a command that are not UTF-8
+                raise ConfigError(
+                    f"{key}: expected text in UTF-8, got {value!a:.200}; rename the "
+                    "file or folder."
+                ) from None
         for key, expected in _conflicts(self):
             raise ConfigError(
                 f"{key}: expected {expected}, got {getattr(self, key)!r}."
