@@ -7,6 +7,7 @@ this module imports Stable-Baselines3.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import multiprocessing
@@ -25,6 +26,7 @@ from envserve.client.vector_env import metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.slab import Array
 from envserve.text import install_command
+from envserve.wire.bodies import pack_options
 
 try:
     from stable_baselines3.common.monitor import Monitor
@@ -82,16 +84,19 @@ def make_vec_env(
         options["wrappers"] = [*(options.get("wrappers") or ()), wrapper]
     fixed_options = {"autoreset": "same_step"}
     batch = make_batch(env, n_envs, addresses, fixed_options, seed=seed, **options)
-    keywords = (monitor_kwargs or {}).get("info_keywords", ())
-    vec_env = BatchVecEnv(batch, keywords)
-    vec_env.seed(seed)
-    is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
-    if is_monitored and monitor_file is None and not monitor_kwargs:
-        return vec_env
-    monitored = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
-    # Otherwise, `monitored.reset_infos` would be a separate list that stays empty.
-    monitored.reset_infos = vec_env.reset_infos
-    return monitored
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(batch.close)
+        keywords = (monitor_kwargs or {}).get("info_keywords", ())
+        vec_env = BatchVecEnv(batch, keywords)
+        vec_env.seed(seed)
+        is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
+        result: VecEnv = vec_env
+        if not is_monitored or monitor_file is not None or monitor_kwargs:
+            result = VecMonitor(vec_env, monitor_file, **(monitor_kwargs or {}))
+            # Otherwise, `result.reset_infos` would be a separate list that stays empty.
+            result.reset_infos = vec_env.reset_infos
+        on_error.pop_all()
+    return result
 
 
 class BatchVecEnv(VecEnv):
@@ -129,10 +134,12 @@ class BatchVecEnv(VecEnv):
         self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
-        # reset separately.
-        others = [row for row, each in enumerate(options) if each != options[0]]
+        # reset separately. Encoded options are compared, because True equals 1, and
+        # comparing arrays returns no bool.
+        packed = [pack_options(each) for each in options]
+        others = [row for row, each in enumerate(packed) if each != packed[0]]
         while others:
-            rows = [row for row in others if options[row] == options[others[0]]]
+            rows = [row for row in others if packed[row] == packed[others[0]]]
             others = [row for row in others if row not in rows]
             seeds = [self._seeds[row] for row in rows]
             self.batch.reset(rows, seeds, options=options[rows[0]])

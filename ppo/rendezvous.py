@@ -74,7 +74,7 @@ def _wait_for_chief(addresses: Sequence[str], index: int, deadline: float) -> bo
             line = stream.readline(_MAX_LINE_BYTES)
     if line == _READY:
         return True
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         number, theirs = json.loads(line)
         if number == 0 and theirs != addresses:
             raise ConfigError(_describe_difference(0, theirs, index, addresses))
@@ -152,7 +152,7 @@ def _read_index(
     try:
         number, theirs = json.loads(line)
         are_texts = all(isinstance(address, str) for address in theirs)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConnectionError("expected a learner's line") from error
     if not (are_texts and isinstance(number, int) and 0 < number < len(theirs)):
         raise ConnectionError("expected a learner's line")

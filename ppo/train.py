@@ -21,7 +21,6 @@ from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import (
     CallbackError,
-    ConfigError,
     DivergedError,
     EnvDataError,
     EnvsLostError,
@@ -123,11 +122,7 @@ def train(
     """
     algorithm = load_algorithm(config)
     if learners.num > 1 and not algorithm.supports_several_learners:
-        raise ConfigError(
-            f"algorithm {config.algorithm}: expected one learner, because this "
-            f"algorithm does not average gradients, got {learners.num}; train without "
-            "--distribute and --on."
-        )
+        raise config.several_learners_error(learners.num)
     algorithm.check(config)
     first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
     callbacks = Callbacks(config.callbacks)

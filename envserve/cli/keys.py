@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ _AT_HELP: Final = (
 _HOME_HELP: Final = (
     "Key folder; by default $ENVSERVE_HOME, or ~/.config/envserve if that is not set."
 )
+#: Characters that an address may have in an invitation and in the file `servers`, where
+#: others would separate addresses or start a comment.
+_PLAIN: Final = re.compile(r"[\w.:\[\]%*/-]+", re.ASCII)
+
 At = Annotated[list[str], Option(_AT_HELP, metavar="ADDRESS")]
 Home = Annotated[Path | None, Option(_HOME_HELP)]
 
@@ -133,6 +138,12 @@ def complete_addresses(values: list[str], *, may_be_any: bool = False) -> list[s
     wildcards = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
     for value, address in zip(values, addresses, strict=True):
         host = address.removeprefix("tcp://").rpartition(":")[0]
+        if not _PLAIN.fullmatch(address):
+            raise CodecError(
+                f"--at: expected the address of one server, with a host of ASCII "
+                f"letters, digits and . _ - or an IP address; got {value!r:.200}; "
+                f"repeat --at for several addresses"
+            )
         if address.startswith("ipc://") or host in wildcards:
             raise CodecError(
                 f"--at: expected the tcp:// address at which clients reach the server; "

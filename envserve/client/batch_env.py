@@ -453,7 +453,8 @@ class BatchEnv:
         except LocalProtocolError:  # no reset was started
             self._has_reset = has_reset
             raise
-        self._pending_reset = indices, positions, has_reset or env_indices is None
+        is_whole = len(indices) == self.num_envs
+        self._pending_reset = indices, positions, has_reset or is_whole
 
     @_exclusive
     def recv_reset(self, timeout: float | None = None) -> Any:

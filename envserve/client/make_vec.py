@@ -200,7 +200,9 @@ def make(
     if isinstance(env, str):
         settings["env"] = name
     result.spec = _spec_of(name, settings, entry_point="envserve:make")
-    limit = (settings.get("env_kwargs") or {}).get("max_episode_steps")
+    env_kwargs: Any = settings.get("env_kwargs") or {}
+    (env_kwargs,) = (env_kwargs,) if isinstance(env_kwargs, Mapping) else env_kwargs
+    limit = env_kwargs.get("max_episode_steps")
     if result.spec is not None and limit is not None:
         result.spec.max_episode_steps = limit if limit > 0 else None
     return result

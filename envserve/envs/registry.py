@@ -268,7 +268,7 @@ def make_env(
         )
     try:
         if ":" in name and not _can_be_registered(spec.entry_point):
-            limit = kwargs.get("max_episode_steps", -1)
+            limit = kwargs.get("max_episode_steps") or -1  # None is the default
             kwargs = {k: v for k, v in kwargs.items() if k != "max_episode_steps"}
             env = _call(functools.partial(env_creator_of(spec), **kwargs), name)
             env = gymnasium.wrappers.TimeLimit(env, limit) if limit > 0 else env

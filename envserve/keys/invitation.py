@@ -14,7 +14,7 @@ from envserve.errors import CodecError
 from envserve.keys import formats
 
 _LINE: Final = re.compile(
-    r"(?P<keys>envserve-invite-1\.[\w-]*)\.(?P<name>[\w.-]+)@(?P<hosts>[\w.:,\[\]-]+)",
+    r"(?P<keys>envserve-invite-1\.[\w-]*)\.(?P<name>[\w.-]+)@(?P<hosts>[\w.:,\[\]%-]+)",
     re.ASCII,
 )
 

@@ -129,6 +129,14 @@ class VideoWriter:
             f"-r {self.frames_per_second:g} -i - {_FORMATS[self._path.suffix]}"
         )
         try:
+            # ffmpeg would overwrite the target of a link.
+            self._partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise VideoError(
+                f"{self._path}: expected a file that can be written; {self._partial} "
+                f"cannot be replaced: {error.strerror}"
+            ) from error
+        try:
             return subprocess.Popen(
                 [self._ffmpeg, *options.split(), str(self._partial.absolute())],
                 stdin=subprocess.PIPE,

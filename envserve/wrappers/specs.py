@@ -8,6 +8,7 @@ arguments].
 from __future__ import annotations
 
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -60,11 +61,14 @@ def table_of(wrapper: Any) -> Any:
     """Convert a name or a registered class to a table; return other forms unchanged."""
     if isinstance(wrapper, str):
         return {"name": wrapper}
-    name, module = (getattr(wrapper, f"__{n}__", "") for n in ("qualname", "module"))
-    make = getattr(WRAPPERS.get(name), "make", "")
-    # Gymnasium's wrappers are defined in submodules of the registered module.
-    is_exported = make and module.startswith(str(make).partition(":")[0])
-    return {"name": name} if make is wrapper or is_exported else wrapper
+    name = getattr(wrapper, "__qualname__", "")
+    make = getattr(WRAPPERS.get(name), "make", None)
+    if isinstance(make, str):
+        # The module of a class that exists has been imported. The name alone does not
+        # identify the class: Gymnasium's wrappers of vector envs have the same names.
+        module, _, attribute = make.partition(":")
+        make = getattr(sys.modules.get(module), attribute, None)
+    return {"name": name} if make is not None and make is wrapper else wrapper
 
 
 def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:

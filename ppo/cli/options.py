@@ -50,6 +50,7 @@ from ppo.run_folder.trust import (
     code_names,
     describe_code,
     is_trusted,
+    keep_folder_unchanged,
     trust_code,
 )
 
@@ -334,6 +335,7 @@ def check_trust(
     if resume is not None:
         run, stored = RunFolder.read(resume)
         source = run.env_source()
+        keep_folder_unchanged(stored, source, resume)
     elif name is not None and is_file:
         stored, source = load_config(name), EnvSource()
     else:

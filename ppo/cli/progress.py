@@ -22,6 +22,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from envserve.text import printable
+
 if TYPE_CHECKING:
     from ppo.train import Progress
 
@@ -127,7 +129,7 @@ class Screen:
             activity: Returns the current activity within the phase, to show with it.
         """
         self._end_phase(is_finished=not is_transient)
-        self._phase, self._is_transient = name, is_transient
+        self._phase, self._is_transient = printable(name), is_transient
         self._activity = activity
         self._began = time.monotonic()
         if name and not self._is_live and not is_transient:
@@ -135,7 +137,7 @@ class Screen:
 
     def rename(self, name: str) -> None:
         """Rename the current phase without restarting its clock."""
-        self._phase = name
+        self._phase = printable(name)
 
     def show(self, progress: "Progress") -> None:
         """Show the training progress."""
@@ -161,7 +163,8 @@ class Screen:
             self.print(self._line())
 
     def print(self, text: str, style: str | None = None) -> None:
-        """Print a line above the part that is redrawn."""
+        """Print a line above the part that is redrawn; escape control characters."""
+        text = printable(text)  # it may contain names or output of a stranger's run
         if self._logger is None:
             self._console.print(text, style=style, markup=False, soft_wrap=True)
         else:
@@ -236,7 +239,7 @@ class Screen:
         if not self._phase:
             return ""
         name = f"{self._name()} {_duration(time.monotonic() - self._began)}"
-        self._spinner.update(text=name)
+        self._spinner.update(text=Text(name))  # a str could contain markup
         # An evaluation during training is transient.
         is_training = self._phase == _TRAINING or self._is_transient
         if self._progress is None or not is_training:

@@ -5,6 +5,7 @@ is a process, `ppo train --resume`, so it can fail, stop and resume like any oth
 """
 
 import contextlib
+import re
 import subprocess
 from typing import Any
 
@@ -44,12 +45,20 @@ def train_seeds(
     """
     path, first = plan.run_folder.path, plan.config.seed
     names = [folder.name.removeprefix("seed-") for folder in path.glob("seed-*")]
-    existing = sorted(int(name) for name in names if name.isdecimal())
+    existing = sorted(
+        int(name) for name in names if re.fullmatch("0|[1-9][0-9]*", name)
+    )
     seeds = range(first, first + num_seeds) if num_seeds else existing
+    if not seeds:
+        raise RunFolderError(
+            f"{path}: expected the run folders of seeds, such as seed-0, found seed-"
+            f"{', seed-'.join(sorted(names))}; rename them, or resume one of them."
+        )
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
     plan.run_folder.save_config(plan.config)
     for seed, run in runs.items():
-        run.path.mkdir(exist_ok=True)
+        with run.writing():
+            run.path.mkdir(exist_ok=True)
         run.save_config(plan.config.replace(seed=seed))
         run.save_env_source(plan.env_source)
     at_once = min(at_once or num_cores(), len(runs))

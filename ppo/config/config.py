@@ -6,6 +6,7 @@ particular tasks, and reads configs from files.
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -555,6 +556,14 @@ class Config:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
+        for key, value in vars(self).items():
+            try:
+                json.dumps(value, ensure_ascii=False).encode()
+            except UnicodeEncodeError:  # bytes of a command that are not UTF-8
+                raise ConfigError(
+                    f"{key}: expected text in UTF-8, got {value!a:.200}; rename the "
+                    "file or folder."
+                ) from None
         for key, expected in _conflicts(self):
             raise ConfigError(
                 f"{key}: expected {expected}, got {getattr(self, key)!r}."
@@ -616,19 +625,36 @@ class Config:
         """Return the config of one of several learners, with its share of the batch.
 
         Raises:
-            ConfigError: Envs or minibatches cannot be divided equally.
+            ConfigError: Envs or minibatches cannot be divided equally, or the algorithm
+                supports only one learner.
         """
         num_envs, size = self.num_envs, self.minibatch_size
-        if num_learners == 1 or self.algorithm in SETTINGS_TYPES:
-            return self  # `train` rejects several learners for these algorithms
+        if num_learners == 1:
+            return self
+        if self.algorithm in SETTINGS_TYPES:
+            raise self.several_learners_error(num_learners)
         if num_envs % num_learners or size % num_learners:
             raise ConfigError(
                 f"num_envs, minibatch_size: expected multiples of {num_learners}, the "
                 f"number of learners, got {num_envs} and {size}; change them, or "
                 "change the number of learners in TF_CONFIG."
             )
-        size //= num_learners
-        return self.replace(num_envs=num_envs // num_learners, minibatch_size=size)
+        num_envs, size = num_envs // num_learners, size // num_learners
+        try:
+            return self.replace(num_envs=num_envs, minibatch_size=size)
+        except ConfigError as error:
+            raise ConfigError(
+                f"Each of {num_learners} learners has num_envs = {num_envs} and "
+                f"minibatch_size = {size}: {error}"
+            ) from None
+
+    def several_learners_error(self, num_learners: int) -> ConfigError:
+        """Return the error that the algorithm supports only one learner."""
+        return ConfigError(
+            f"algorithm {self.algorithm}: expected one learner, because this "
+            f"algorithm does not average gradients, got {num_learners}; train without "
+            "--distribute and --on."
+        )
 
     def replace(self, /, **changes: Any) -> Self:
         """Return a copy with some values changed; the new values are validated."""

@@ -384,9 +384,14 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
             key, equals, text = setting.partition("=")
             if not equals:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
-            changes[key] = _parse_value(
-                text.strip(), type(current[key]) if key in current else unknown
-            )
+            kind = type(current[key]) if key in current else unknown
+            try:
+                changes[key] = _parse_value(text.strip(), kind)
+            except RecursionError:
+                raise ConfigError(
+                    f"{key}: expected a value with fewer nested levels, got "
+                    f"{text:.40}...."
+                ) from None
         return config.replace(**changes)
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None

@@ -4,6 +4,7 @@ Runs whose configs differ only in the seed are merged into one curve, which show
 mean and a band of one standard deviation over the steps that all runs have reached.
 """
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from envserve.envs.user_envs import env_name_of
 from envserve.text import install_command
 from ppo.config.config import Config
 from ppo.errors import BadInputError, OutputError, suggestion
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, open_no_link
 from ppo.run_folder.metrics_file import read_metrics
 
 _MAX_KEYS = 3  # maximum number of settings in the label of a curve
@@ -88,9 +89,15 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
     axes.set_ylabel(metric.replace("_", " "))
     axes.legend()
     axes.grid(alpha=0.3)
+    partial = out.with_name(f"{out.name}.partial")
     try:
-        figure.savefig(out, dpi=150)
+        # Replace the file: it may be a link to another file, in a stranger's run.
+        with open(partial, "wb", opener=open_no_link) as file:
+            figure.savefig(file, format=out.suffix[1:], dpi=150)
+        partial.replace(out)
     except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise OutputError(
             f"{out}: expected a writable image file, for example curves.png; {error}."
         ) from error

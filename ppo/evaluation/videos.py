@@ -35,7 +35,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, open_no_link
 
 _MAX_STEPS = 30_000  # about 17 minutes at 30 frames per second
 
@@ -97,7 +97,8 @@ def visualize_run(
     summary["videos"] = [path.name for path in played]
     path = outdir / f"step-{counters.steps}.json"
     try:
-        path.write_text(json.dumps(summary, indent=2) + "\n")
+        with open(path, "w", encoding="utf-8", opener=open_no_link) as file:
+            file.write(json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise OutputError(f"{path}: cannot be written; {error.strerror}.") from error
     with run_folder.writing():

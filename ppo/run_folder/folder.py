@@ -159,15 +159,16 @@ class RunFolder:
         """Remove the folder if it has no results; return whether it no longer exists.
 
         Metrics and checkpoints count as results. The folder is also kept if it contains
-        files that do not come from a run, or if another process trains the run.
+        files that do not come from a run, if another process trains the run, or if it
+        cannot be removed, for example because it is a symbolic link.
         """
         if not self.path.is_dir():
             return True
         try:
             with self.locked():
                 return self._remove_if_unused()
-        except (RunLockedError, RunWriteError):
-            return False
+        except (RunLockedError, RunWriteError, OSError):
+            return not self.path.is_dir()
 
     def _remove_if_unused(self) -> bool:
         names = {file.name for file in self.path.iterdir()}

@@ -20,7 +20,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
 from ppo.config.config import Config
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, open_no_link
 from ppo.run_folder.metrics_file import truncate_after
 
 _SUM = {
@@ -68,7 +68,7 @@ class MetricsWriter:
                 with self._events.as_default(step=0):
                     _write_config(config)
             # Do not buffer, so that closing the file does not retry a failed write.
-            self._lines = self._path.open("ab", buffering=0)
+            self._lines = open(self._path, "ab", buffering=0, opener=open_no_link)  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self

@@ -28,7 +28,8 @@ def truncate_after(path: Path, iteration: int) -> None:
     if not path.exists():
         return
     num_kept_bytes = 0
-    with open_regular(path, _MAX_BYTES) as file:
+    # A stranger's run may contain a link to another file, which would be truncated.
+    with open_regular(path, _MAX_BYTES, follow_links=False) as file:
         for line in file:
             row = _complete_row(line) if line.endswith(b"\n") else None
             if row is None or row.get("iteration", 0) > iteration:
@@ -82,6 +83,7 @@ def _complete_row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
         known = {name: value for name, value in row.items() if value is not None}
         is_row = "steps" in known and all(map(math.isfinite, known.values()))
+        is_row = is_row and row.get("iteration", 0) is not None
         check_metric_names(row)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

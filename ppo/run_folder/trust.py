@@ -17,8 +17,10 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from envserve.envs.user_envs import is_user_env, split_reference
 from envserve.errors import KeyFileError
@@ -31,6 +33,8 @@ from ppo.config.config import CODE_SETTINGS, Config
 _LOGGER = logging.getLogger("envserve")
 #: Packages that are safe to import, although calling their functions may not be.
 _INSTALLED = ("envserve", "gymnasium", "ppo")
+#: Prefix of the envs of `envserve.gym`, whose arguments name another env.
+_PROXY_PREFIX = "envserve/"
 _CODE_SUFFIXES = (".py", ".pyc", ".so")
 _MAX_CODE_BYTES = 1 << 30
 
@@ -51,8 +55,10 @@ LOCAL = EnvSource()
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
     """Return a dict from settings to the code and servers that they name."""
     modules = [*config.import_modules, *source.import_modules]
+    is_proxy = config.env_name.startswith(_PROXY_PREFIX)
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
+        "env_kwargs": [*_strings_in(config.env_kwargs)] if is_proxy else [],
         "import_modules": [
             name
             for name in modules
@@ -66,6 +72,15 @@ def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]
         "connect": [*source.addresses],
     }
     return {setting: values for setting, values in names.items() if values}
+
+
+def _strings_in(value: Any) -> Iterator[str]:
+    """Yield all strings in the lists and dicts of a value, except keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings_in(item)
 
 
 def describe_code(
@@ -98,6 +113,17 @@ def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) ->
         return False
 
 
+def keep_folder_unchanged(config: Config, source: EnvSource, folder: Path) -> None:
+    """Do not cache the bytecode of code in the run folder, if the run names any.
+
+    The cached files would change the digest of the run, so that it would no longer be
+    trusted. The setting applies to this process and to processes that it starts.
+    """
+    if _is_any_in_folder(_resolved_names(config, source, folder)):
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+
+
 def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
     """Record that the user trusts the code of a run; log a warning if that fails."""
     if not code_names(config, source):
@@ -121,11 +147,9 @@ def _warn_once(text: str) -> None:
 
 def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path:
     """Return the file that records trust; its name is a digest of settings and code."""
-    names = code_names(config, source)
-    for setting in names.keys() - {"connect"}:
-        names[setting] = [_resolve(name, folder) for name in names[setting]]
+    names = _resolved_names(config, source, folder)
     content: dict[str, str] = {}
-    if folder and any(name[:2] == "./" for found in names.values() for name in found):
+    if folder and _is_any_in_folder(names):
         files = [file for file in folder.rglob("*") if file.suffix in _CODE_SUFFIXES]
         for file in filter(Path.is_file, files):
             with open_regular(file, _MAX_CODE_BYTES) as code:
@@ -136,6 +160,20 @@ def _record_path(config: Config, source: EnvSource, folder: Path | None) -> Path
     text = json.dumps([names, content, rest], sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return KeyFolder().path / "trusted" / digest
+
+
+def _resolved_names(
+    config: Config, source: EnvSource, folder: Path | None
+) -> dict[str, list[str]]:
+    """Return `code_names` with the paths of the code's files; see `_resolve`."""
+    names = code_names(config, source)
+    for setting in names.keys() - {"connect"}:
+        names[setting] = [_resolve(name, folder) for name in names[setting]]
+    return names
+
+
+def _is_any_in_folder(names: Mapping[str, Sequence[str]]) -> bool:
+    return any(name[:2] == "./" for found in names.values() for name in found)
 
 
 def _resolve(name: str, folder: Path | None) -> str:
@@ -152,7 +190,9 @@ def _resolve(name: str, folder: Path | None) -> str:
         found = source  # even if it was removed, so that the digest is the same
     if not found or "\0" in found:
         return name
-    path, shown = Path(found).resolve(), name.removeprefix(found)
-    if folder is not None and path.is_relative_to(folder.resolve()):
-        return f"./{path.relative_to(folder.resolve())} {shown}"
+    # Unlike `Path.resolve`, `realpath` accepts a link to itself.
+    path, shown = Path(os.path.realpath(found)), name.removeprefix(found)
+    root = None if folder is None else os.path.realpath(folder)
+    if root is not None and path.is_relative_to(root):
+        return f"./{path.relative_to(root)} {shown}"
     return f"{path} {shown}"

@@ -36,8 +36,10 @@ def port() -> Iterator[int]:
 
 def entry(ip: str) -> tuple[Any, ...]:
     """Return an address as `getaddrinfo` does."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    return (family, socket.SOCK_STREAM, 6, "", (ip, 0))
+    if ":" not in ip:
+        return (socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0))
+    host, _, zone = ip.partition("%")
+    return (socket.AF_INET6, socket.SOCK_STREAM, 6, "", (host, 0, 0, int(zone or 0)))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,7 @@ def entry(ip: str) -> tuple[Any, ...]:
     [
         (["::1", "127.0.0.1"], ["127.0.0.1", "[::1]"]),
         (["::1"], ["[::1]"]),
+        (["fe80::1%2"], ["[fe80::1%2]"]),
         (["10.0.0.2", "10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.1"]),
         (
             ["::1", "::2", "::3", "10.0.0.1", "10.0.0.2"],
@@ -57,7 +60,7 @@ def test_a_host_resolves_to_all_its_addresses_beginning_with_ipv4(
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: map(entry, known))
     assert resolve_host("tcp://sim1:7") == [f"tcp://{ip}:7" for ip in expected]
-    for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1]:7", "ipc:///x/envs"):
+    for address in ("tcp://10.0.0.1:7", "tcp://[fe80::1%2]:7", "ipc:///x/envs"):
         assert needs_no_lookup(address)
         assert resolve_host(address) == [address]
 

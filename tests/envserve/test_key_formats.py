@@ -91,11 +91,12 @@ def test_fingerprints_are_groups_of_four_characters() -> None:
 
 def test_an_invitation_is_one_line_and_can_be_parsed() -> None:
     pair, server = KeyPair.generate(), KeyPair.generate()
-    addresses = ("tcp://sim1:5555", "tcp://[::1]:7")
+    addresses = ("tcp://sim1:5555", "tcp://[::1]:7", "tcp://[fe80::1%eth0]:8")
     invitation = Invitation(server.public, pair.secret, "trainer-1", addresses)
     line = invitation.line
     assert re.fullmatch(
-        r"envserve-invite-1\.[\w-]{86}\.trainer-1@sim1:5555,\[::1\]:7", line
+        r"envserve-invite-1\.[\w-]{86}\.trainer-1@sim1:5555,\[::1\]:7,\[fe80::1%eth0\]:8",
+        line,
     )
     assert Invitation.parse(f"  {line}\n") == invitation
 

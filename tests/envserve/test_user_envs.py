@@ -175,7 +175,8 @@ def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -
     assert names == ("walk_file:Walk", "walk_file:Walk-v0", "walk_file:make_walk")
     limits, sizes = [], []
     for name in names:
-        env = make_env(name, {"size": 2} if "make" in name else {})
+        kwargs = {"size": 2, "max_episode_steps": None} if "make" in name else {}
+        env = make_env(name, kwargs)
         limits.append(env.spec and env.spec.max_episode_steps)
         sizes.append(env.observation_space.shape)
     assert (limits, sizes) == ([None, 10, None], [(4,), (4,), (2,)])

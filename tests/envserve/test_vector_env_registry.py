@@ -223,7 +223,7 @@ def test_the_spec_of_one_env_contains_its_time_limit(limit: int) -> None:
     ) as theirs:
         assert theirs.spec is not None
         expected = theirs.spec.max_episode_steps
-    env = envserve.make("CartPole-v1", max_episode_steps=limit)
+    env = envserve.make("CartPole-v1", max_episode_steps=limit, env_kwargs=[{}])
     with contextlib.closing(env):
         assert env.spec is not None
         assert env.spec.max_episode_steps == expected

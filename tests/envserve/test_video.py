@@ -49,6 +49,24 @@ def test_an_exception_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_is_replaced_and_its_target_is_kept(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("x")
+    path = tmp_path / "film.mp4"
+    for name in ("film.mp4", "film.mp4.partial"):
+        (tmp_path / name).symlink_to(precious)
+    with VideoWriter(path) as video:
+        video.add(np.zeros((16, 16, 3), np.uint8))
+    assert precious.read_text() == "x"
+    assert not path.is_symlink()
+    (tmp_path / "other.mp4.partial").mkdir()
+    with (
+        pytest.raises(VideoError, match="cannot be replaced"),
+        VideoWriter(tmp_path / "other.mp4") as video,
+    ):
+        video.add(np.zeros((16, 16, 3), np.uint8))
+
+
 def test_the_error_contains_the_message_of_ffmpeg(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "film.mp4"
     for count in (10**9, 1):  # ffmpeg exits while frames are written, or afterwards

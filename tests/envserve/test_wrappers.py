@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import ClipAction
+from gymnasium.wrappers import ClipAction, vector
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError, WrapperError
@@ -87,6 +87,7 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
         ("ClipAction", r"wrappers: expected a list .*; got 'ClipAction'; put it into"),
         ({"name": "ClipAction"}, r"wrappers: expected a list .*; put it into a list"),
         (ClipAction, r"wrappers: expected a list .*; got ClipAction; put it into a li"),
+        ([vector.ClipAction], r"expected a name, .*; got ClipAction; only workers of"),
         (3, r"wrappers: expected a list such as .*; got 3$"),
         ([3], r"wrappers\[0\]: expected a name, or a table.*got 3"),
         ([{"amount": 4}], r"wrappers\[0\]: expected a name, or a table"),

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -17,7 +18,9 @@ from stable_baselines3.common.env_util import make_vec_env as own_make_vec_env
 from stable_baselines3.common.monitor import Monitor, load_results
 from stable_baselines3.common.vec_env import DummyVecEnv, VecMonitor, VecNormalize
 
+from envserve.client import BatchEnv
 from envserve.client.batch_env import ResetFirst
+from envserve.client.make_vec import make_batch
 from envserve.errors import ActionError, CallError, EnvError
 from envserve.sb3 import make_vec_env
 from tests.envserve.server_process import ServerProcess
@@ -272,6 +275,21 @@ def test_info_keywords_are_added_to_episodes_and_the_file(tmp_path: Path) -> Non
     assert labels[2:].isna().all()
 
 
+def test_an_error_of_the_monitor_closes_the_envs() -> None:
+    made = []
+
+    def make(*args: Any, **options: Any) -> BatchEnv:
+        made.append(make_batch(*args, **options))
+        return made[-1]
+
+    with (
+        mock.patch("envserve.sb3.make_batch", make),
+        pytest.raises(TypeError, match="nonsense"),
+    ):
+        make_vec_env("CartPole-v1", num_workers=1, monitor_kwargs={"nonsense": 1})
+    assert made[0].is_closed
+
+
 def test_a_lost_episode_is_truncated() -> None:
     envs = make_vec_env("CartPole-v1", 2, num_workers=1)
     before = envs.reset()
@@ -321,6 +339,10 @@ def test_options_reach_the_envs_once_and_may_differ(masked: Any) -> None:
     masked.set_options({"label": "red"})
     masked.reset()
     assert masked.get_attr("label") == ["red"] * 3
+    labels = [True, 1, np.arange(2)]  # True equals 1, and arrays have no truth value
+    masked.set_options([{"label": label} for label in labels])
+    masked.reset()
+    assert list(map(repr, masked.get_attr("label"))) == list(map(repr, labels))
 
 
 def test_another_autoreset_mode_is_rejected() -> None:

@@ -121,6 +121,13 @@ class Walk(gymnasium.Env):
 """
 
 
+def test_a_first_reset_of_all_rows_by_index_suffices() -> None:
+    envs = make_vector_env("CartPole-v1", 2, num_workers=1)
+    envs.reset([1, 0])
+    assert envs.step(np.zeros(2, int))[0].shape == (2, 4)
+    envs.close()
+
+
 def test_the_number_of_splits_cannot_be_set() -> None:
     with pytest.raises(TypeError, match="num_splits: expected no value, because"):
         make_vector_env("CartPole-v1", 2, num_splits=1)

@@ -189,7 +189,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     no_algorithm = SMALL.replace(algorithm=f"{__name__}:Path")
     assert "expected a subclass of" in message(5, no_algorithm, one)
     sac = Config(env_name="X", algorithm="sac")
-    assert sac.per_learner(2) == sac  # so that the next error names the reason
+    with pytest.raises(ConfigError, match="sac: expected one learner"):
+        sac.per_learner(2)
     assert "sac: expected one learner" in message(7, sac, two)
     subclass = SMALL.replace(algorithm="ppo.algorithms.ppo.ppo:PPO")
     assert "divisor" in message(6, subclass.replace(minibatch_size=12), one)

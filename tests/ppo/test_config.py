@@ -248,6 +248,10 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("network=:b", r"expected auto, mlp, cnn, package"),
         ("network=a b:c", r"expected auto, mlp, cnn, package"),
         ("network=a.:b", r"expected auto, mlp, cnn, package"),
+        ("callbacks=\udcff.py:f", r"expected text in UTF-8, got .*udcff.py:f"),
+        pytest.param(
+            "wrappers=" + 2000 * "[", r"fewer nested levels, got \[", id="deep"
+        ),
     ],
 )
 def test_error_for_an_invalid_setting_names_the_expected_value(

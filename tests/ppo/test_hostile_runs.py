@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from ppo.config import Config
 from ppo.config.named_configs import read_config
-from ppo.errors import BadInputError, ConfigError, RunFolderError
+from ppo.errors import BadInputError, ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.metrics import MetricsWriter
 from ppo.run_folder.metrics_file import last_iteration, read_metrics, truncate_after
 from tests.ppo.runs import ppo, save_run
 
@@ -129,7 +130,7 @@ def test_any_metrics_are_read_or_are_an_error(
         *('"steps": 1, "mean_return": "x"', '"steps": true, "mean_return": [1]'),
         *(f'"steps": {LONG}, "mean_return": 1', f'"steps": 1, "mean_return": {LONG}'),
         *('"steps": NaN, "mean_return": 1', '"steps": 1, "mean_return": Infinity'),
-        '"steps": 1, "mean_return": 1, "iteration": 1e400',
+        *(f'"steps": 1, "iteration": {value}' for value in ("1e400", "null")),
     ],
 )
 def test_rows_with_values_other_than_numbers_are_ignored(
@@ -254,7 +255,8 @@ def test_pipes_are_not_opened_for_writing(tmp_path: Path) -> None:
 
 def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
-    run = RunFolder.create(tmp_path / "run", Config(env_name="CartPole-v1"))
+    config = Config(env_name="CartPole-v1")
+    run = RunFolder.create(tmp_path / "run", config)
     (run.path / "lock").unlink()
     for name in ("evaluation.json.partial", "lock"):
         (run.path / name).symlink_to(tmp_path / "precious")
@@ -262,6 +264,17 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
         run.save_evaluation({})
     with pytest.raises(Exception, match="cannot be written"), run.locked():
         pass
+    run.metrics_path.symlink_to(tmp_path / "precious")
+    for resumed_from in (None, (0, 0)):
+        with pytest.raises(RunWriteError):
+            MetricsWriter(run.path, config, resumed_from=resumed_from)
+    run.metrics_path.unlink()
+    run.metrics_path.write_text('{"steps": 1, "mean_return": 2.0}\n')
+    (run.path / "mean_return.png").symlink_to(tmp_path / "precious")
+    assert ppo("plot", run.path)[0] == 0
+    assert (run.path / "mean_return.png").read_bytes().startswith(b"\x89PNG")
+    (run.path / "mean_return.png.partial").symlink_to(tmp_path / "precious")
+    assert ppo("plot", run.path)[0] == 2
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -275,6 +288,21 @@ def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> N
     code, output, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
     assert (code, error) == (1, "")
     assert "seed 0 failed" in output
+
+
+def test_other_folders_and_files_named_like_seeds_are_errors(tmp_path: Path) -> None:
+    config = Config(env_name="nosuch:Walk", total_steps=2048)
+    RunFolder(tmp_path).save_config(config)
+    for name in ("seed-best", "seed-07"):
+        RunFolder.create(tmp_path / name, config)
+    resume = ("train", "--resume", tmp_path, "--num-workers", "1")
+    code, _, error = ppo(*resume)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "found seed-07, seed-best; rename them" in error
+    (tmp_path / "seed-3").touch()
+    code, _, error = ppo(*resume)
+    assert code == 1
+    assert "seed-3: cannot be written, File exists" in error
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("precious")])

@@ -372,3 +372,7 @@ def test_per_learner_divides_envs_and_minibatches() -> None:
     assert config.per_learner(1) == config
     with pytest.raises(ConfigError, match="num_envs"):
         config.per_learner(5)
+    recurrent = config.replace(recurrent_size=4)
+    text = "Each of 6 learners has num_envs = 2 and minibatch_size = 8: .* a multiple"
+    with pytest.raises(ConfigError, match=text):
+        recurrent.per_learner(6)

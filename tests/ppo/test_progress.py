@@ -89,6 +89,17 @@ def test_a_terminal_shows_a_progress_bar_and_results(clock: Clock) -> None:
     )
 
 
+def test_control_characters_and_markup_are_shown_as_text() -> None:
+    target = console(80, is_terminal=True)
+    screen = Screen(target)
+    with target.capture() as capture:
+        screen.print("a \x1b[2J\nb [red]")
+    assert capture.get() == "a \\x1b[2J\nb [red]\n"
+    for show in (screen.phase, screen.rename):
+        show("seed 0: \x1bc[/usr/bin] [1]")
+        assert r"seed 0: \x1bc[/usr/bin] [1] 0 s" in redrawn(screen, target)
+
+
 def test_a_stalled_run_shows_no_time_left(clock: Clock) -> None:
     line, _ = drawn(120, clock, idle_seconds=60.0)
     assert "no progress for 0:01:02  22,528/40,960 steps  0 steps/s" in line

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -58,6 +58,26 @@ def test_learners_meet_in_any_order_beside_other_programs() -> None:
     assert [each.exception() for each in found] == [None] * 3
     port = int(addresses[0].rpartition(":")[2])
     socket.create_server(("127.0.0.1", port)).close()  # TensorFlow can use it
+
+
+def test_a_line_that_is_nested_too_deeply_is_ignored() -> None:
+    addresses = addresses_of(2)
+    host, port = addresses[0].split(":")
+    with ThreadPoolExecutor() as threads:
+        chief = threads.submit(wait_for_learners, addresses, 0, SECONDS)
+        while not chief.done():
+            try:
+                stranger = socket.create_connection((host, int(port)), 1)
+            except OSError:  # the chief does not listen yet
+                wait([chief], 0.01)
+                continue
+            with stranger:
+                stranger.sendall(b"[" * 50_000 + b"\n")
+                stranger.settimeout(SECONDS)
+                stranger.recv(1)  # returns when the chief closes the connection
+            break
+        learner = threads.submit(wait_for_learners, addresses, 1, SECONDS)
+    assert [chief.exception(), learner.exception()] == [None, None]
 
 
 def test_learners_with_different_lists_name_the_difference() -> None:

@@ -137,6 +137,14 @@ def test_only_a_folder_without_results_is_removed(tmp_path: Path, kept: str) -> 
     assert not any(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_removed_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    run = RunFolder.create(tmp_path / "link", CONFIG)
+    assert not run.remove_if_unused()
+    assert run.config_path.exists()
+
+
 def test_a_write_error_other_than_a_full_disk_has_its_own_message(
     tmp_path: Path,
 ) -> None:

@@ -219,7 +219,8 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
                 expected = range(max(0, steps - capacity), steps)
                 assert rewards_in(replay) <= set(expected)
                 assert replay.size == len(expected)
-        replay.save(folder)
+        for _ in range(2):  # the first save keeps what the preceding one needs
+            replay.save(folder)
         loaded = ReplayBuffer(capacity)
         loaded.load(folder, steps)
         add_rewards(loaded, steps, steps + 1)
@@ -227,6 +228,20 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
         assert max(rewards_in(loaded)) == steps
         firsts = [int(path.name[13:25]) for path in folder.iterdir()]
         assert min(firsts) > steps - capacity  # files with older transitions are gone
+
+
+def test_a_save_keeps_the_transitions_of_the_preceding_checkpoint(
+    tmp_path: Path,
+) -> None:
+    replay = ReplayBuffer(5)
+    for first, end in ((0, 10), (10, 17)):  # no transition of the first save is left
+        add_rewards(replay, first, end)
+        replay.save(tmp_path)
+    loaded = ReplayBuffer(5)
+    loaded.load(tmp_path, 10)  # killed before the second checkpoint was complete
+    assert loaded.size == 5
+    add_rewards(loaded, 10, 11)
+    assert rewards_in(loaded) == set(range(6, 11))
 
 
 def test_a_saved_file_and_its_name_are_flushed_to_disk(
@@ -267,7 +282,9 @@ def test_a_replay_without_all_of_its_files_has_the_transitions_after_the_gap(
     assert rewards_in(smaller) == {*range(26, 30), *range(40, 51)}
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "pipe", "fewer", "zip"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "empty", "text", "pipe", "fewer", "bare", "zip"]
+)
 def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
     tmp_path: Path, damage: str
 ) -> None:
@@ -281,6 +298,8 @@ def test_a_damaged_file_of_a_replay_is_an_error_that_names_it(
         os.mkfifo(path)
     elif damage == "fewer":
         np.savez(path, np.zeros((49, 2)))
+    elif damage == "bare":
+        np.savez(path, np.zeros((50, 0)))
     elif damage == "zip":
         np.savez_compressed(path, np.zeros((50, 2)))
     else:

@@ -3,17 +3,21 @@
 import io
 import json
 import logging
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from ppo.cli.options import SourceOptions, check_trust
 from ppo.config import Config
-from ppo.errors import UntrustedCodeError
+from ppo.errors import ConfigError, UntrustedCodeError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
+from ppo.user_code import load_user_code
 from tests.ppo.runs import ppo
 
 PLAIN: dict[str, Any] = {"env_name": "CartPole-v1"}
@@ -26,6 +30,15 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"import_modules": ["gymnasium.py"]}, {}, "gymnasium.py (import_modules)"),
     ({"import_modules": ["ppo.a/../run/e.py"]}, {}, "run/e.py (import_modules)"),
     ({"import_modules": ["gymnasium:make"]}, {}, "gymnasium:make (import_modules)"),
+    (
+        {
+            "env_name": "envserve/Remote-v0",  # creates the env that `env` names
+            "import_modules": ["envserve.gym"],
+            "env_kwargs": {"env": "run/e.py:Walk", "address": "tcp://evil:1"},
+        },
+        {},
+        "run/e.py:Walk, tcp://evil:1 (env_kwargs)",
+    ),
     ({"network": "run/e.py:net"}, {}, "run/e.py:net (network)"),
     ({"objective": "os:system"}, {}, "os:system (objective)"),
     ({"optimizer": "os:system"}, {}, "os:system (optimizer)"),
@@ -189,6 +202,26 @@ def test_trust_is_remembered_for_the_same_code_only() -> None:
     text = json.dumps(PLAIN | {"network": "second/net.py:make"})
     Path("second/config.json").write_text(text)
     assert is_refused("evaluate", "second")
+
+
+def test_a_link_to_itself_is_refused_like_other_code() -> None:
+    make_foreign_run({"network": "run/loop.py:net"}, {})
+    Path("run/loop.py").symlink_to("loop.py")
+    assert is_refused("evaluate", "run")
+
+
+def test_the_use_of_trusted_code_does_not_end_the_trust(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "")
+    make_foreign_run({"network": "run/e.py:net"}, {})
+    Path("run/e.py").write_text("x = 1\n")
+    check_trust(None, Path("run"), [], SourceOptions(trust=True))
+    with pytest.raises(ConfigError, match="expected a function net"):
+        load_user_code("network", "run/e.py:net")
+    assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"  # for worker processes
+    assert not is_refused("evaluate", "run")
 
 
 def test_what_the_user_types_needs_no_trust_and_is_not_remembered() -> None:

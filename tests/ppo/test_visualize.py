@@ -15,7 +15,7 @@ from envserve.text import install_command
 from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
-from ppo.errors import CheckpointError, EnvDataError, EnvsLostError
+from ppo.errors import CheckpointError, EnvDataError, EnvsLostError, OutputError
 from ppo.evaluation.evaluate import evaluate, evaluation_seed
 from ppo.evaluation.rendering import rendering_env_maker
 from ppo.evaluation.videos import visualize_run
@@ -126,6 +126,16 @@ def test_images_action_masks_and_multi_discrete_actions_are_supported(
 ) -> None:
     returns = visualize(tmp_path / "run", CONFIG.replace(env_name=MASKED))
     assert returns.tolist() == [5.0]  # the mask allows only action 1
+
+
+def test_the_summary_is_not_written_through_a_link(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", CONFIG)
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "run" / "films").mkdir()
+    (tmp_path / "run" / "films" / "step-100.json").symlink_to(tmp_path / "precious")
+    with pytest.raises(OutputError, match=r"step-100\.json: cannot be written"):
+        visualize(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "x"
 
 
 def test_a_lost_episode_is_recorded_again(tmp_path: Path) -> None:

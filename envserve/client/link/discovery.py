@@ -23,11 +23,15 @@ def resolve(source: str) -> tuple[str, ...]:
       source: An address, as for `complete_address`; or a source of addresses:
         `dns://host:port` for all IP addresses of a host name, `file:///path` for a file
         with one address per line, `ray://namespace/name` for servers that run in Ray.
+        An address that was already resolved from a source is returned unchanged,
+        because the server's key may be pinned under the name of the source.
 
     Raises:
       AddressError: The source is malformed, the host is unknown, or no address is
         listed.
     """
+    if isinstance(source, NamedAddress):
+        return (source,)
     if source.startswith("file://"):
         return _from_file(source, source.removeprefix("file://"))
     if source.startswith("ray://"):

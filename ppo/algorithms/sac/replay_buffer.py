@@ -90,11 +90,14 @@ class ReplayBuffer:
     def save(self, folder: Path) -> None:
         """Write the transitions that were added since the last save to a new file.
 
-        Remove files whose transitions are no longer in the buffer.
+        Remove files whose transitions were not in the buffer at the last save: the
+        preceding checkpoint needs all others if the run is killed before the next
+        checkpoint is complete.
 
         Raises:
             OSError: The file cannot be written.
         """
+        first_needed = self._num_saved - self._capacity
         count = min(self._num_added - self._num_saved, self._capacity)
         if count > 0:
             folder.mkdir(exist_ok=True)
@@ -109,7 +112,7 @@ class ReplayBuffer:
             flush_to_disk(folder)
         self._num_saved = self._num_added
         for path, _, end in _files(folder):
-            if end <= self._num_added - self._capacity:
+            if end <= first_needed:
                 path.unlink()
 
     def load(self, folder: Path, num_added: int) -> None:
@@ -208,6 +211,8 @@ def _read(path: Path, count: int) -> list[np.ndarray]:
         lengths = {len(leaf) for leaf in leaves}
         if lengths != {count}:
             raise ValueError(f"expected {count} transitions, got {sorted(lengths)}")
+        if not any(leaf.nbytes for leaf in leaves):
+            raise ValueError("expected transitions with data")
         return leaves
     except Exception as error:  # a damaged file can raise almost any error
         raise CheckpointError(

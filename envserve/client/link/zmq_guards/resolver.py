@@ -38,11 +38,16 @@ def resolve_host(address: str) -> list[str]:
         return [address]
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    ips = dict.fromkeys(str(socket_address[0]) for *_, socket_address in found)
+    ips = dict.fromkeys(_ip_of(*socket_address) for *_, socket_address in found)
     four = [f"tcp://{ip}:{port}" for ip in ips if ":" not in ip]
     six = [f"tcp://[{ip}]:{port}" for ip in ips if ":" in ip]
     pairs = itertools.zip_longest(four, six)
     return [address for address in itertools.chain(*pairs) if address]
+
+
+def _ip_of(ip: str | int, _port: int | bytes, _flow: int = 0, scope: int = 0) -> str:
+    """Return the IP address in a socket address, with the zone of a link-local one."""
+    return f"{ip}%{scope}" if scope else str(ip)
 
 
 class Lookup:
