@@ -1,6 +1,7 @@
 """The guarantees that every lane gives when envs fail, hang or kill their worker.
 
-Only remote lanes have spare envs here: spare envs concern workers, and not the lanes.
+Here, remote lanes have spare envs and local lanes have none, because workers handle
+spare envs in the same way for every lane.
 """
 
 from __future__ import annotations
