@@ -113,13 +113,13 @@ def bind_for(lane_kind: str, folder: Path) -> str:
     return f"ipc://{folder}/envs" if lane_kind == "ipc" else "tcp://127.0.0.1:0"
 
 
-@pytest.fixture(scope="module", params=["local", "ipc", "tcp"])
+@pytest.fixture(scope="module", params=["local", "tcp"])
 def lane_kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", params=["local", "tcp"])
-def local_or_tcp(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=["local", "ipc", "tcp"])
+def local_ipc_or_tcp(request: pytest.FixtureRequest) -> str:
     """Replace `lane_kind` in modules that assign this fixture to that name."""
     return str(request.param)
 
@@ -240,7 +240,7 @@ def make_batch(
     start_server: StartServer,
     tmp_path: Path,
 ) -> Iterator[MakeBatch]:
-    """Run the test with every kind of lane."""
+    """Run the test with local lanes, and with lanes to a server."""
     start = partial(start_server, bind_for(lane_kind, tmp_path))
     with contextlib.closing(MakeBatch(start, shared_address, launcher)) as maker:
         yield maker

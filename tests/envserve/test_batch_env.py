@@ -7,7 +7,7 @@ import gc
 import pickle
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 
-from .conftest import StartServer
+from .conftest import WaitUntil, servers_in
 from .server_process import make_config
 from .stalls import fastest
 
@@ -37,11 +37,27 @@ def lanes_of(configs: Sequence[tuple[str, PoolSettings]]) -> list[Lane]:
     return list(lanes)
 
 
-def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> None:
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """Start two servers, each with room for two envs."""
+    with servers_in(tmp_path_factory.mktemp("servers")) as start:
+        full = ("tcp://127.0.0.1:0", "--envs-per-worker", "1")
+        yield [start(*full), start(*full)]
+
+
+@pytest.fixture
+def addresses(shared: list[str], wait_until: WaitUntil) -> list[str]:
+    """The addresses of both servers, once the envs of earlier tests are free."""
+    for address in shared:
+        wait_until(lambda: request_welcome(address, 20.0).free_envs == 2)  # noqa: B023
+    return shared
+
+
+def test_local_and_remote_lanes_make_one_batch(addresses: list[str]) -> None:
     def config(first: int, num_envs: int) -> PoolSettings:
         return make_config("CartPole-v1", num_envs, seed=4, first_env_index=first)
 
-    parts = [("", config(0, 3)), (start_server(), config(3, 2)), ("", config(5, 1))]
+    parts = [("", config(0, 3)), (addresses[0], config(3, 2)), ("", config(5, 1))]
     actions = np.array([0, 1, 0, 1, 1, 0])
     with (
         BatchEnv(lanes_of(parts)) as mixed,
@@ -57,8 +73,7 @@ def test_local_and_remote_lanes_make_one_batch(start_server: StartServer) -> Non
         np.testing.assert_array_equal(mixed.reset([5, 3]), local.reset([5, 3]))
 
 
-def test_unequal_spaces_are_an_error_naming_servers(start_server: StartServer) -> None:
-    addresses = [start_server(), start_server()]
+def test_unequal_spaces_are_an_error_naming_servers(addresses: list[str]) -> None:
     configs = [
         make_config("envserve/Echo-v0", 1, env_kwargs={"space": space})
         for space in ("discrete", "image")
@@ -92,9 +107,9 @@ def test_an_unreachable_server_raises_connect_error_at_the_timeout() -> None:
 
 
 def test_a_failed_connect_leaves_no_envs_leased_on_other_servers(
-    start_server: StartServer,
+    addresses: list[str],
 ) -> None:
-    address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
+    address = addresses[0]
     for _ in range(2):
         with pytest.raises(ConnectError):
             BatchEnv.connect(
@@ -112,9 +127,9 @@ def test_a_batch_cannot_be_copied_or_pickled() -> None:
 
 
 def test_a_garbage_collected_batch_releases_its_envs(
-    start_server: StartServer, wait_until: Callable[[Callable[[], bool]], None]
+    addresses: list[str], wait_until: WaitUntil
 ) -> None:
-    address = start_server("tcp://127.0.0.1:0", "--envs-per-worker", "1")
+    address = addresses[0]
     batch = BatchEnv.connect("CartPole-v1", [address], 2)
     batch.reset()
     assert request_welcome(address, 20.0).free_envs == 0
@@ -145,8 +160,7 @@ def test_error_messages_name_arguments_of_a_wrong_type_or_size(
         make("CartPole-v1", **arguments)
 
 
-def test_rows_are_spread_evenly_over_servers(start_server: StartServer) -> None:
-    addresses = [start_server(), start_server()]
-    with BatchEnv.connect("CartPole-v1", addresses, 5, seed=0) as batch:
-        assert [lane.num_envs for lane in batch.lanes] == [2, 3]
+def test_rows_are_spread_evenly_over_servers(addresses: list[str]) -> None:
+    with BatchEnv.connect("CartPole-v1", addresses, 3, seed=0) as batch:
+        assert [lane.num_envs for lane in batch.lanes] == [1, 2]
         assert [lane.name for lane in batch.lanes] == addresses

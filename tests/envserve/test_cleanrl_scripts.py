@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 ORIGINAL = "envs = gym.vector.AsyncVectorEnv([make_env(i) for i in range(NUM_ENVS)])"
 CHANGED = "envs = envserve.make_vec([make_env(i) for i in range(NUM_ENVS)])"
@@ -58,29 +56,8 @@ if __name__ == "__main__":
     print("returns:", num_returns)
 """
 
-DISCRETE = """
-ENV_ID = "CartPole-v1"
-NUM_STEPS = 500
-
-
-def wrapped(env):
-    return env
-
-
-def num_outputs(space):
-    return int(space.n)
-
-
-def act(generator, logits):
-    probabilities = np.exp(logits - logits.max(-1, keepdims=True))
-    probabilities /= probabilities.sum(-1, keepdims=True)
-    draws = generator.random((len(logits), 1))
-    actions = (draws > probabilities.cumsum(-1)).sum(-1)
-    return actions, np.eye(logits.shape[1])[actions] - probabilities
-"""
-
 #: The Gaussian policy exceeds the bounds of the actions, and no wrapper clips them.
-CONTINUOUS = """
+PART = """
 ENV_ID = "Pendulum-v1"
 NUM_STEPS = 450
 
@@ -104,13 +81,12 @@ def act(generator, means):
 """
 
 
-@pytest.mark.parametrize("part", [DISCRETE, CONTINUOUS])
-def test_one_changed_line_keeps_all_returns(part: str, tmp_path: Path) -> None:
+def test_one_changed_line_keeps_all_returns(tmp_path: Path) -> None:
     printed = []
     for number, line in enumerate((ORIGINAL, CHANGED)):
         file = tmp_path / f"script{number}.py"
         imports, rest = SCRIPT.split("NUM_ENVS = 3\n", 1)
-        script = f"{imports}{part}\nNUM_ENVS = 3\n{rest}"
+        script = f"{imports}{PART}\nNUM_ENVS = 3\n{rest}"
         file.write_text(script.replace("    ENVS\n", f"    {line}\n"))
         finished = subprocess.run(
             [sys.executable, str(file)],

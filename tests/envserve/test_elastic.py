@@ -68,7 +68,7 @@ class Player(BatchDriver):
     """A driver whose steps take some time, so that servers have cores to start on."""
 
     def step(self, actions: Array | None = None) -> StepResult:
-        time.sleep(0.02)
+        time.sleep(0.04)
         return super().step(actions)
 
 
@@ -458,7 +458,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
         def step() -> Array:
             """Step and check the result; return the padded rows."""
             nonlocal here
-            time.sleep(0.02)
+            time.sleep(0.04)
             actions = np.arange(16)
             result = batch.step(actions)
             assert result.observation.shape == (16, 4)

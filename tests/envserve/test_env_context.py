@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import envserve
 from envserve.client import BatchEnv
 from envserve.envs.context import EnvContext
 from envserve.errors import EnvStartError
+from envserve.pool.launcher import Launcher
 from envserve.pool.replay import load_repro
 from envserve.session.server.permissions import Rejection
 from envserve.session.server.quotas import Quota
@@ -82,13 +85,21 @@ SERVER_OPTIONS = (
 )
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "place_file.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("envs") / "place_file.py"
     path.write_text(PLACE)
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def launcher(file: str) -> Iterator[Launcher]:
+    """A launcher that has imported the file."""
+    with contextlib.closing(Launcher([f"{file}:Place"])) as launcher:
+        yield launcher
+
+
+@pytest.mark.usefixtures("one_launcher")
 def test_an_env_can_query_its_place_while_it_is_built(file: str) -> None:
     with BatchEnv.local(f"{file}:Place", 4, 2, first_env_index=10) as batch:
         batch.reset()
@@ -103,6 +114,7 @@ def test_there_is_no_place_outside_of_a_worker() -> None:
     assert envserve.env_context() is None
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_placeholders_are_replaced_in_strings(file: str) -> None:
     more = {"list": ["{row}", 5, {"worker": "{worker}"}], "json": '{"row": {row}}'}
     kwargs = {"path": "runs/{row}-{worker}/{{row}}{x}{}", "more": more}
@@ -122,6 +134,7 @@ def test_tuples_and_other_values_remain_as_they_are() -> None:
     assert context.fill(("{row}", value, b"{row}")) == ("3", value, b"{row}")
 
 
+@pytest.mark.usefixtures("one_launcher")
 @pytest.mark.parametrize("spare_envs", [False, True])
 def test_each_env_can_have_its_own_arguments(file: str, spare_envs: bool) -> None:
     kwargs = [{"path": name, "more": {"n": n}} for n, name in enumerate("abc")]
@@ -145,6 +158,7 @@ def test_a_list_of_arguments_has_one_map_per_env(file: str) -> None:
         BatchEnv.local(f"{file}:Place", 2, 1, env_kwargs=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_make_vec_passes_the_arguments_of_each_env(file: str) -> None:
     kwargs = [{"path": "a"}, {"path": "b"}]
     envs = envserve.make_vec(
@@ -191,6 +205,7 @@ def test_the_arguments_of_each_env_must_be_allowed() -> None:
             check("a", refused)
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_the_arguments_of_the_env_that_failed_are_recorded(
     file: str, tmp_path: Path
 ) -> None:
@@ -205,6 +220,7 @@ def test_the_arguments_of_the_env_that_failed_are_recorded(
     assert repro.context == EnvContext(row=1, num_envs=2, worker=1, num_workers=2)
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_a_vector_env_has_the_place_of_its_first_row(file: str) -> None:
     options: dict[str, Any] = {"vectorized": True, "import_modules": [file]}
     options |= {"env_kwargs": {"path": "{row}"}, "autoreset": "disabled"}
@@ -235,6 +251,7 @@ def test_the_workers_of_a_server_see_their_gpus(file: str, serve: Serve) -> None
         assert [seen for _, seen in batch.get_attr("gpu")] == ["0", "1,2"]
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_a_second_env_of_a_process_that_fails_gets_a_hint(file: str) -> None:
     import socket
 
@@ -251,6 +268,7 @@ def test_a_second_env_of_a_process_that_fails_gets_a_hint(file: str) -> None:
     assert hint not in str(own.value)
 
 
+@pytest.mark.usefixtures("one_launcher")
 @pytest.mark.parametrize("spare_envs", [False, True])
 def test_the_first_step_of_an_env_has_the_timeout_of_a_reset(
     file: str, spare_envs: bool
@@ -266,6 +284,7 @@ def test_the_first_step_of_an_env_has_the_timeout_of_a_reset(
         assert not batch.step([0, 2]).valid[0]
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_the_first_step_of_a_vector_env_has_the_timeout_of_a_reset(file: str) -> None:
     options: dict[str, Any] = {"vectorized": True, "import_modules": [file]}
     options |= {"env_kwargs": {"seconds": 1.5}, "step_timeout": 0.5}

@@ -1,4 +1,8 @@
-"""The guarantees that every lane gives when envs fail, hang or kill their worker."""
+"""The guarantees that every lane gives when envs fail, hang or kill their worker.
+
+Here, remote lanes have spare envs and local lanes have none, because workers handle
+spare envs in the same way for every lane.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,11 @@ from envserve.errors import EnvError, EnvStartError, LocalProtocolError
 
 from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER
-from .test_lane_contract import with_and_without_spares
+
+
+@pytest.fixture
+def spare_envs(lane_kind: str) -> bool:
+    return lane_kind != "local"
 
 
 def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, Any]:
@@ -25,7 +33,6 @@ def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, A
     return actions
 
 
-@with_and_without_spares
 def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:
@@ -48,7 +55,6 @@ def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     assert again.observation[:, 0].tolist() == [1, 1, 3, 3]
 
 
-@with_and_without_spares
 def test_an_env_that_raises_affects_only_its_row(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:
@@ -78,7 +84,6 @@ def test_an_env_that_raises_affects_only_its_row(
         ("exit", "exited with code 3"),
     ],
 )
-@with_and_without_spares
 def test_a_fault_can_raise_in_the_caller(
     make_batch: MakeBatch, spare_envs: bool, fault: str, cause: str
 ) -> None:
@@ -106,7 +111,6 @@ def test_a_fault_can_raise_in_the_caller(
         ("wrong_dtype", r"Env 1 \(.+\): expected .* float32\[3\]; got complex128\[3\]"),
     ],
 )
-@with_and_without_spares
 def test_a_value_outside_the_spaces_is_an_error_and_the_batch_remains_usable(
     make_batch: MakeBatch, spare_envs: bool, fault: str, message: str
 ) -> None:
@@ -123,7 +127,6 @@ def test_a_value_outside_the_spaces_is_an_error_and_the_batch_remains_usable(
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf_reward"])
-@with_and_without_spares
 def test_values_that_are_not_finite_can_be_masked(
     make_batch: MakeBatch, spare_envs: bool, fault: str
 ) -> None:
@@ -141,7 +144,6 @@ def test_values_that_are_not_finite_can_be_masked(
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf_reward"])
-@with_and_without_spares
 def test_values_that_are_not_finite_can_be_passed_on(
     make_batch: MakeBatch, spare_envs: bool, fault: str
 ) -> None:
@@ -203,7 +205,6 @@ def test_an_env_that_always_kills_its_worker_fails(make_batch: MakeBatch) -> Non
             batch.step(actions_of(batch, failing=0))
 
 
-@with_and_without_spares
 @pytest.mark.parametrize("fault", ["exit", "raise"])
 def test_an_env_that_always_fails_is_an_error_with_next_step(
     make_batch: MakeBatch, fault: str, spare_envs: bool
@@ -223,7 +224,6 @@ def test_an_env_that_always_fails_is_an_error_with_next_step(
     assert not any(one and other for one, other in pairwise(valid))
 
 
-@with_and_without_spares
 def test_a_process_in_which_every_step_fails_is_replaced(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:

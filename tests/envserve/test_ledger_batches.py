@@ -1,4 +1,4 @@
-"""A ledger verifies batches over every kind of lane while envs and workers die."""
+"""A ledger verifies batches of local and remote lanes while envs and workers die."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def fatal_kwargs(journal: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step", "disabled"])
-def test_the_ledger_balances_over_every_kind_of_lane(
+def test_the_ledger_balances_over_local_and_remote_lanes(
     make_batch: MakeBatch, tmp_path: Path, autoreset: str, random_seed: int
 ) -> None:
     batch = make_batch(

@@ -55,16 +55,15 @@ def test_further_lines_of_a_record_are_escaped_and_indented() -> None:
         assert all(line.isprintable() for line in [first, *rest])
 
 
-@pytest.mark.parametrize("place", ["env_name", "client_name", "both"])
+@pytest.mark.parametrize("place", ["client_name", "both"])
 def test_a_client_cannot_forge_a_line_of_a_server(serve: Serve, place: str) -> None:
     server = serve("--log-level", "debug", "--allow-kwarg", "fault:any")
     name = "envserve/Faulty-v0" if place == "client_name" else FORGED
-    client = "" if place == "env_name" else FORGED
     with closing(
         SessionClient(
             server.address,
             env_name=name,
-            client_name=client,
+            client_name=FORGED,
             env_kwargs={"fault": FORGED},
         )
     ):
@@ -144,7 +143,7 @@ import logging, sys
 from envserve.cli.logs import nonblocking_output, set_up_logs
 set_up_logs("info", "text")
 with nonblocking_output():
-    for number in range(40_000):
+    for number in range(20_000):
         logging.getLogger("envserve").info("line %d %s", number, "." * 40)
         print(number)
     with open(sys.argv[1], "w") as done:
@@ -174,7 +173,7 @@ def test_dropped_lines_are_counted(tmp_path: Path, is_blocking: bool) -> None:
     )
     assert numbers == sorted(numbers)
     assert len(numbers) + len(notes) == len(lines)
-    assert len(numbers) + sum(map(int, notes)) == 40_000
+    assert len(numbers) + sum(map(int, notes)) == 20_000
     assert notes
     assert 1 << 20 < len(log) < 2 << 20
 
@@ -197,7 +196,7 @@ def test_a_process_exits_although_its_output_is_not_read(tmp_path: Path) -> None
 
 def test_files_are_written_at_once(tmp_path: Path) -> None:
     """A file cannot block, so that its lines are there when a process is killed."""
-    script = CHATTY.replace("40_000", "3") + "    import os; os._exit(3)\n"
+    script = CHATTY.replace("20_000", "3") + "    import os; os._exit(3)\n"
     with (tmp_path / "log").open("w") as log:
         run = subprocess.run(
             [sys.executable, "-c", script, str(tmp_path / "done")],

@@ -29,23 +29,19 @@ def extra_has_packages(extra: str) -> bool:
     not extra_has_packages("box2d"),
     reason="the machine lacks a platform or Python that box2d has wheels for",
 )
-@pytest.mark.parametrize(
-    ("name", "width"), [("LunarLander-v3", 8), ("BipedalWalker-v3", 24)]
-)
-def test_box2d_envs_are_stepped(name: str, width: int) -> None:
-    with BatchEnv.local(name, num_envs=2, num_workers=1, seed=0) as env:
+def test_a_box2d_env_is_stepped() -> None:
+    with BatchEnv.local("LunarLander-v3", 2, num_workers=1, seed=0) as env:
         first = env.reset()
-        assert first.shape == (2, width)
+        assert first.shape == (2, 8)
         (action,) = env.spec.action_leaves
         step = env.step(np.zeros((2, *action.shape), action.dtype))
         assert step.valid.all()
         assert not np.array_equal(step.observation, first)
 
 
-@pytest.mark.parametrize("name", ["ALE/Pong-v5", "ALE/Breakout-v5"])
-def test_atari_games_are_stepped_without_a_download(name: str) -> None:
+def test_an_atari_game_is_stepped_without_a_download() -> None:
     with BatchEnv.local(
-        name, num_envs=2, num_workers=1, seed=0, import_modules=["ale_py"]
+        "ALE/Pong-v5", 2, num_workers=1, seed=0, import_modules=["ale_py"]
     ) as env:
         first = env.reset()
         assert (first.dtype, first.shape) == (np.uint8, (2, 210, 160, 3))

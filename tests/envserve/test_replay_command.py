@@ -247,11 +247,9 @@ def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
     assert "(8, 1)" in text
 
 
-@pytest.mark.parametrize("text", ["\x1b[2J", "\u202e", "\x07"])
 @pytest.mark.parametrize("options", [(), ("--pdb",)])
-def test_text_in_a_repro_file_is_escaped(
-    filmy: Path, text: str, options: tuple[str, ...]
-) -> None:
+def test_text_in_a_repro_file_is_escaped(filmy: Path, options: tuple[str, ...]) -> None:
+    text = "\x1b[2J\u202e\x07"
     end = End(status=Status.ENV_ERROR, text=f"{text}\n{text}")
     changes: dict[str, Any] = {"import_modules": (text,), "timeout_seconds": 9e8}
     for repro in (
@@ -259,7 +257,7 @@ def test_text_in_a_repro_file_is_escaped(
         replace(filmy_repro("raise", end=end, **changes), env_name=text),
     ):
         shown = replay(repro, *options).output
-        assert text not in shown
+        assert {"\x1b", "\u202e", "\x07"}.isdisjoint(shown)
         assert text.encode("unicode_escape").decode() in shown
 
 

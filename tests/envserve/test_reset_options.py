@@ -1,4 +1,4 @@
-"""Reset seeds, options and infos, over every kind of lane."""
+"""Reset seeds, options and infos, on local and remote lanes."""
 
 from __future__ import annotations
 
@@ -95,24 +95,20 @@ def test_options_that_an_env_rejects_are_an_error_and_cost_nothing_else(
     assert step(batch).valid.all()
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+def test_options_that_cannot_be_sent_reset_nothing(batch: BatchEnv) -> None:
+    batch.reset()
+    options: Any
+    for options, text in (
         ({"a": 1, "level": object()}, "options: level: .*object; .* in env_kwargs"),
         ({1: 2}, "options: expected a str"),
         ([1], "options: expected a map"),
         ({"image": np.zeros(20_000, np.uint8)}, "options: .* at most 16384 bytes"),
         ({"many": [0] * 2000}, "options: .* at most 1024 values"),
-    ],
-)
-def test_options_that_cannot_be_sent_reset_nothing(
-    batch: BatchEnv, options: Any, text: str
-) -> None:
-    batch.reset()
-    step(batch)
-    with pytest.raises(CodecError, match=text):
-        batch.reset(options=options)
-    assert step(batch).valid.all()
+    ):
+        step(batch)
+        with pytest.raises(CodecError, match=text):
+            batch.reset(options=options)
+        assert step(batch).valid.all()
 
 
 @pytest.mark.parametrize(

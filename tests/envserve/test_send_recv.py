@@ -1,4 +1,4 @@
-"""Stepping some envs while others are in flight, over every kind of lane."""
+"""Stepping some envs while others are in flight, on local and remote lanes."""
 
 from __future__ import annotations
 

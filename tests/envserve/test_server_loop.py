@@ -86,7 +86,7 @@ class Peer:
 
 @asynccontextmanager
 async def running(
-    folder: Path, kind: type[ServerProtocol] = ServerProtocol
+    folder: Path, launcher: Launcher, kind: type[ServerProtocol] = ServerProtocol
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
     """Run a ServerLoop in this process, with a connected peer."""
     host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
@@ -97,13 +97,11 @@ async def running(
     sockets = ServerSockets([address := f"ipc://{folder}/socket"], 1 << 20, loop)
     sockets.listen()
     router = Router(sockets, SendBudget(0, 0))
-    launcher = Launcher(["tests.oracle.probe_envs"])
     server_loop = ServerLoop(host, router, protocol, launcher, asyncio.Event())
     try:
         yield server_loop, Peer(peers, address)
     finally:
         await server_loop.stop(0.0)
-        launcher.close()
         peers.destroy(linger=0)
         sockets.close()
 
@@ -143,9 +141,9 @@ async def all_received(server_loop: ServerLoop) -> None:
 
 
 async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, FailingProtocol) as (server_loop, peer):
+    async with running(tmp_path, launcher, FailingProtocol) as (server_loop, peer):
         for _ in range(100):  # more than one turn reads
             await peer.send(MessageType.PING, 9)
         await all_received(server_loop)
@@ -182,8 +180,10 @@ class SlowProtocol(CountingProtocol):
         return super().receive(peer, frames, now)
 
 
-async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) -> None:
-    async with running(tmp_path, SlowProtocol) as (server_loop, peer):
+async def test_a_turn_of_messages_ends_after_two_milliseconds(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    async with running(tmp_path, launcher, SlowProtocol) as (server_loop, peer):
         protocol = server_loop._protocol
         assert isinstance(protocol, SlowProtocol)
         protocol.count_turns(asyncio.get_running_loop())
@@ -195,13 +195,13 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(tmp_path: Path) ->
 
 
 async def test_too_many_open_files_end_only_one_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(event_loop, "Pool", fail)
-    async with running(tmp_path) as (_, peer):
+    async with running(tmp_path, launcher) as (_, peer):
         answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
         body = ErrorBody.decode(answer.body)
         assert body.code is ErrorCode.ENV_START_FAILED
@@ -211,12 +211,15 @@ async def test_too_many_open_files_end_only_one_session(
 
 
 async def test_a_failure_in_a_pool_ends_only_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the pool broke")
 
-    async with running(tmp_path) as (server_loop, peer):
+    async with running(tmp_path, launcher) as (server_loop, peer):
         monkeypatch.setattr(Pool, "collect", fail)
         answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
         body = ErrorBody.decode(answer.body)
@@ -228,12 +231,15 @@ async def test_a_failure_in_a_pool_ends_only_its_session(
 
 
 async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("the sum broke")
 
-    async with running(tmp_path) as (server_loop, peer):
+    async with running(tmp_path, launcher) as (server_loop, peer):
         monkeypatch.setattr(server_loop.status, "report", fail)
         answer = await peer.request(MessageType.STATUS, MessageType.ERROR)
         body = ErrorBody.decode(answer.body)
@@ -243,10 +249,12 @@ async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
     assert "RuntimeError: the sum broke" in caplog.text
 
 
-async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> None:
+async def test_a_dead_workers_block_is_absent_and_then_lost(
+    tmp_path: Path, launcher: Launcher
+) -> None:
     kinds = MessageType
     resets = ResetBody(resets=((None, None), (None, None))).encode()
-    async with running(tmp_path) as (server_loop, peer):
+    async with running(tmp_path, launcher) as (server_loop, peer):
         await peer.request(kinds.ATTACH, kinds.GRANTED, ATTACH)
         first = ((0, 1), (1, 1))
         await peer.request(kinds.RESET, kinds.RESULT, resets, entries=first)
@@ -271,11 +279,13 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(tmp_path: Path) -> N
         assert (result.type, len(result.entries)) == (kinds.RESULT, 2)
 
 
-async def test_a_step_makes_few_function_calls(tmp_path: Path) -> None:
+async def test_a_step_makes_few_function_calls(
+    tmp_path: Path, launcher: Launcher
+) -> None:
     """Calls cause cache misses, because simulations run between two steps."""
     kinds, counts = MessageType, []
     resets = ResetBody(resets=((None, None), (None, None))).encode()
-    async with running(tmp_path) as (_, peer):
+    async with running(tmp_path, launcher) as (_, peer):
         await peer.request(kinds.ATTACH, kinds.GRANTED, ATTACH)
         first = ((0, 1), (1, 1))
         await peer.request(kinds.RESET, kinds.RESULT, resets, entries=first)
@@ -302,9 +312,9 @@ async def test_a_step_makes_few_function_calls(tmp_path: Path) -> None:
 
 
 async def test_a_copy_that_could_not_be_sent_is_not_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(tmp_path) as (server_loop, _):
+    async with running(tmp_path, launcher) as (server_loop, _):
         limiter = ResendLimiter()
         monkeypatch.setattr(server_loop._router, "send", lambda *_: False)
         for now in range(20):
@@ -316,7 +326,10 @@ async def test_a_copy_that_could_not_be_sent_is_not_counted(
 
 
 async def test_other_decisions_are_carried_out_if_a_reply_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sent: list[object] = []
 
@@ -327,7 +340,7 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
         return True
 
     caplog.set_level(logging.INFO, "envserve.server.event_loop")
-    async with running(tmp_path) as (server_loop, _):
+    async with running(tmp_path, launcher) as (server_loop, _):
         monkeypatch.setattr(server_loop._router, "send", send)
         server_loop._carry_out([Reply((1, b"r", ""), [f]) for f in (b"bad", b"good")])
         assert sent == [b"good"]
@@ -339,10 +352,10 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
 
 
 async def test_dropped_messages_are_logged_at_the_end(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "envserve.server.event_loop"):
-        async with running(tmp_path) as (_, peer):
+        async with running(tmp_path, launcher) as (_, peer):
             await peer.send(MessageType.RESULT, 1)
             assert await peer.free_envs() == 128
     assert "unanswerable messages: 1" in caplog.text
@@ -350,13 +363,16 @@ async def test_dropped_messages_are_logged_at_the_end(
 
 
 async def test_a_stop_shortens_the_time_limit_of_closing_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(event_loop, "_CLOSE_SECONDS", 3600.0)
     attach = Attach(
         env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
     )
-    async with running(tmp_path) as (server_loop, peer):
+    async with running(tmp_path, launcher) as (server_loop, peer):
         await peer.request(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
         await peer.send(MessageType.DETACH, 2)
         await peer.request(MessageType.HELLO, MessageType.WELCOME, Hello().encode())

@@ -16,7 +16,7 @@ from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
 
 SEED = 3
-NUM_SHORT_STOPS = 100
+NUM_SHORT_STOPS = 40
 SHORT_SECONDS = 0.005
 #: Seconds, long enough for clients to resend a request.
 LONG_SECONDS = 2.0

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from envserve import BatchEnv, make_vec
+from envserve.pool.launcher import Launcher
 from envserve.settings import Autoreset
 from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_message
+
+pytestmark = pytest.mark.usefixtures("one_launcher")
 
 ENVS = """
 import os, socket, time
@@ -116,11 +121,19 @@ gymnasium.register("Several-v0", vector_entry_point=Several)
 """
 
 
-@pytest.fixture
-def envs(tmp_path: Path) -> Path:
-    path = tmp_path / "habits.py"
+@pytest.fixture(scope="module")
+def envs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("envs") / "habits.py"
     path.write_text(ENVS)
     return path
+
+
+@pytest.fixture(scope="module")
+def launcher(envs: Path) -> Iterator[Launcher]:
+    """A launcher that has imported the file."""
+    names = ("Env", "Sharing", "Swapped", "Changing")
+    with contextlib.closing(Launcher([f"{envs}:{name}" for name in names])) as launcher:
+        yield launcher
 
 
 @pytest.mark.parametrize("spare_envs", [False, True])

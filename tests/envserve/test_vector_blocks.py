@@ -14,11 +14,10 @@ from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.oracle.vector_envs import MODES
 
-from .conftest import MakeBatch, local_or_tcp
+from .conftest import MakeBatch
 from .pool_driver import PoolMaker, step
 
 NUM_ENVS = 5
-lane_kind = local_or_tcp
 
 
 def play(batch: BatchEnv, num_steps: int = 40) -> list[Any]:

@@ -32,15 +32,14 @@ from envserve import make_vec
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, CallError, EnvError, LocalProtocolError
 from envserve.pool.pool import Pool
-from tests.envserve.conftest import MakeEnvs, local_or_tcp
+from tests.envserve.conftest import MakeEnvs
 from tests.envserve.walk_env import ENV, EPISODE_LENGTH
 from tests.oracle.identical import assert_identical
 from tests.oracle.random_envs import KINDS, RANDOM_ENV
 
 MODES = [mode.value for mode in AutoresetMode]
-#: Number of random sequences for each kind of env, mode and kind of lane: 96 in total.
+#: Number of random sequences for each kind of env, mode and kind of lane: 72 in total.
 NUM_SEQUENCES = int(os.environ.get("ENVSERVE_TEST_SEQUENCES", "2"))
-lane_kind = local_or_tcp
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 
@@ -137,8 +136,16 @@ def test_steps_with_infos_equal_those_of_gymnasium(
         assert_equal_runs(ours, theirs, 30)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    # With NextStep, the infos of steps and resets are mixed, so keys may be missing.
+    [
+        (kind, mode)
+        for kind in KINDS
+        for mode in MODES
+        if mode != "NextStep" or kind in ("sparse", "mixed")
+    ],
+)
 def test_random_sequences_equal_those_of_gymnasium(
     make_envs: MakeEnvs, kind: str, mode: str, random_seed: int
 ) -> None:
@@ -527,9 +534,12 @@ def test_garbage_collected_envs_are_closed(make_envs: MakeEnvs) -> None:
         batch.reset()
 
 
-@pytest.mark.parametrize(
-    ("seed", "options", "error"),
-    [
+def test_invalid_arguments_of_reset_are_errors(make_envs: MakeEnvs) -> None:
+    envs = make_envs("CartPole-v1", autoreset_mode="Disabled")
+    envs.reset()
+    seed: Any
+    options: Any
+    for seed, options, error in (
         ([1, 2], None, r"an int, or one seed for each of 4 envs; got \[1, 2\]"),
         (1.5, None, r"^seed: expected an int, .*; got 1\.5"),
         ("a", None, "^seed: expected an int, .*; got 'a'"),
@@ -540,15 +550,9 @@ def test_garbage_collected_envs_are_closed(make_envs: MakeEnvs) -> None:
         (None, {"reset_mask": np.ones(4, np.int64)}, "dtype=np.bool_`, got int64"),
         (None, {"reset_mask": np.zeros(4, np.bool_)}, "at least one True value"),
         (None, 5, "^options: expected a dict or None; got 5"),
-    ],
-)
-def test_invalid_arguments_of_reset_are_errors(
-    make_envs: MakeEnvs, seed: Any, options: Any, error: str
-) -> None:
-    envs = make_envs("CartPole-v1", autoreset_mode="Disabled")
-    envs.reset()
-    with pytest.raises((ValueError, TypeError), match=error):
-        envs.reset(seed=seed, options=options)
+    ):
+        with pytest.raises((ValueError, TypeError), match=error):
+            envs.reset(seed=seed, options=options)
 
 
 def test_invalid_arguments_of_make_vec_are_errors() -> None:

@@ -17,11 +17,10 @@ from gymnasium.utils.env_checker import check_env, data_equivalence
 import envserve
 from envserve.client.vector_env import VectorEnv
 from envserve.errors import ActionError, CallError, LocalProtocolError, UnknownEnv
-from tests.envserve.conftest import StartServer, local_or_tcp
+from tests.envserve.conftest import StartServer
 from tests.oracle.probe_envs import MODULE
 from tests.oracle.random_envs import RANDOM_ENV
 
-lane_kind = local_or_tcp
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:.*A Box observation space m.*imum value is:UserWarning"

@@ -20,12 +20,11 @@ from gymnasium.error import (
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvTimeout, LocalProtocolError
-from tests.envserve.conftest import MakeEnvs, WaitUntil, local_or_tcp
+from tests.envserve.conftest import MakeEnvs, WaitUntil
 from tests.envserve.pool_driver import SCRIPT
 
 FAULTY = "envserve/Faulty-v0"
 RESET = "envserve/Reset-v0"
-lane_kind = local_or_tcp
 
 
 def test_step_async_and_step_wait_equal_step(make_envs: MakeEnvs) -> None:

@@ -18,16 +18,14 @@ from tests.simulation.journal import Violation
 from tests.simulation.profile import BATCHES, FAULTY, MOVES
 from tests.simulation.simulation import simulate
 
-#: Number of seeds for the default profile, with 144,000 events in all. Many short
-#: simulations execute more branches than a few long ones.
-NUM_SEEDS = 12
-EVENTS_PER_SEED = 12_000
-#: Number of seeds of a test that uses another profile.
+#: Number of seeds for the default profile, with 64,000 events in all. Every planted bug
+#: is detected within as many. Many short simulations execute more branches than a few
+#: long ones.
+NUM_SEEDS = 16
+EVENTS_PER_SEED = 4_000
+#: Number of seeds and events of a test that uses another profile.
 SEEDS_PER_PROFILE = 2
-
-#: Number of seeds and events within which a planted bug must be detected.
-MAX_SEEDS = 30
-EVENTS_PER_BUG = 4_000
+EVENTS_PER_PROFILE = 6_000
 
 #: Seeds and numbers of events that once failed, with the bug that they revealed.
 REGRESSIONS = {
@@ -59,7 +57,7 @@ def test_no_fault_causes_a_wrong_transition(random_seed: int) -> None:
 
 
 def test_a_batch_returns_rows_of_every_status() -> None:
-    ledgers = simulate(0, 10_000, BATCHES).ledgers
+    ledgers = simulate(0, EVENTS_PER_PROFILE, BATCHES).ledgers
     assert sum(ledger.num_valid for ledger in ledgers) > 1000
     assert sum(ledger.num_padding for ledger in ledgers) > 100
     assert sum(ledger.num_late for ledger in ledgers) > 3
@@ -71,11 +69,12 @@ def test_rows_that_move_between_hosts_are_never_wrong(random_seed: int) -> None:
     losses = Counter[Status]()
     num_valid = 0
     for index in range(SEEDS_PER_PROFILE):
-        for ledger in simulate(random_seed + index, 10_000, MOVES).ledgers:
+        simulation = simulate(random_seed + index, EVENTS_PER_PROFILE, MOVES)
+        for ledger in simulation.ledgers:
             losses += ledger.losses
             num_valid += ledger.num_valid
-    assert num_valid > 1000
-    assert losses[Status.SERVER_LOST] > 100
+    assert num_valid > 500
+    assert losses[Status.SERVER_LOST] > 50
 
 
 @pytest.mark.parametrize("num_trainers", [0, 2])
@@ -87,10 +86,10 @@ def test_a_faulty_server_that_answers_pings_causes_no_wrong_transition(
     profile = replace(FAULTY, num_trainers=num_trainers, num_clients=num_clients)
     stalls, num_valid = set[str](), 0
     for index in range(SEEDS_PER_PROFILE):
-        simulation = simulate(random_seed + index, 10_000, profile)
+        simulation = simulate(random_seed + index, EVENTS_PER_PROFILE, profile)
         stalls |= simulation.stalls
         num_valid += sum(ledger.num_valid for ledger in simulation.ledgers)
-    assert num_valid > 1000
+    assert num_valid > 500
     assert stalls
 
 
@@ -113,5 +112,5 @@ def test_a_planted_bug_is_detected_within_a_few_seeds(
 ) -> None:
     bug.plant(monkeypatch)
     with pytest.raises(Violation):  # noqa: PT012
-        for seed in range(MAX_SEEDS):
-            simulate(seed, EVENTS_PER_BUG, bug.profile)
+        for seed in range(NUM_SEEDS):
+            simulate(seed, EVENTS_PER_SEED, bug.profile)
