@@ -111,6 +111,6 @@ $(VENV)/bin/pip $(INTEGRATION)/bin/pip $(FLOOR)/bin/pip:
 	$(PYTHON) -m venv --clear $(@D:/bin=)
 
 clean:
-	rm -rf $(VENV) $(INTEGRATION) $(FLOOR) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
+	rm -rf $(VENV) $(INTEGRATION) .venv-doors $(FLOOR) build dist *.egg-info .coverage .hypothesis .import_linter_cache \
 	  .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

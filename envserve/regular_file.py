@@ -42,6 +42,18 @@ def open_regular(
     return open(fd, "rb")
 
 
+def open_no_link(path: str | Path, flags: int) -> int:
+    """Open a file for writing, but reject symbolic links and FIFOs without a reader.
+
+    Another user may have created the link or FIFO. The arguments and the result are
+    those of the `opener` of `open`.
+
+    Raises:
+      OSError: The file cannot be opened.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 def flush_to_disk(path: Path) -> None:
     """Flush a file or a folder to disk.
 

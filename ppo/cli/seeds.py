@@ -13,6 +13,7 @@ import numpy as np
 
 from envserve.host_resources import num_cores
 from envserve.python_process import main_command
+from envserve.regular_file import open_no_link
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import RunPlan
@@ -20,7 +21,7 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.config.named_configs import read_table
 from ppo.errors import RunFolderError
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
-from ppo.run_folder.folder import RunFolder, open_no_link
+from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
 

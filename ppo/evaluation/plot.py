@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envserve.envs.user_envs import env_name_of
+from envserve.regular_file import open_no_link
 from envserve.text import install_command
 from ppo.config.config import Config
 from ppo.errors import BadInputError, OutputError, suggestion
-from ppo.run_folder.folder import RunFolder, open_no_link
+from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
 
 _MAX_KEYS = 3  # maximum number of settings in the label of a curve

@@ -18,6 +18,7 @@ import tensorflow as tf
 from envserve.client import BatchEnv
 from envserve.errors import VideoError
 from envserve.monitoring.video import VideoWriter, find_ffmpeg
+from envserve.regular_file import open_no_link
 from ppo.agent.agent import Agent
 from ppo.agent.networks.recurrent import States
 from ppo.algorithms.load import make_agent
@@ -35,7 +36,7 @@ from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId
-from ppo.run_folder.folder import RunFolder, open_no_link
+from ppo.run_folder.folder import RunFolder
 
 _MAX_STEPS = 30_000  # about 17 minutes at 30 frames per second
 

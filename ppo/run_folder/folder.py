@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from envserve.regular_file import flush_to_disk
+from envserve.regular_file import flush_to_disk, open_no_link
 from envserve.text import one_line
 from ppo.config.config import Config
 from ppo.config.named_configs import read_config, read_table
@@ -43,6 +43,7 @@ from ppo.run_folder.trust import (
     EnvSource,
     describe_code,
     is_trusted,
+    keep_folder_unchanged,
     trust_code,
 )
 
@@ -52,6 +53,8 @@ _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
 #: Files that a run folder may contain before the first iteration.
 _FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
+#: Errors of `open_no_link` for a link, and of `mkdir` for a link or a file.
+_WRONG_KIND_ERRORS = (errno.ELOOP, errno.EEXIST)
 
 
 class RunFolder:
@@ -120,6 +123,9 @@ class RunFolder:
     def open(cls, path: Path) -> tuple["RunFolder", Config]:
         """Open the folder of a run whose code and servers the user trusts.
 
+        If the folder contains code, Python writes no bytecode from then on, because new
+        files beside the code would have to be trusted again.
+
         Raises:
             UntrustedCodeError: The run names code or servers that this user has
                 neither used nor trusted before.
@@ -134,6 +140,7 @@ class RunFolder:
                 f"{describe_code(config, source)}; if you trust the author of the run, "
                 "use RunFolder.read."
             )
+        keep_folder_unchanged(config, source, path)
         return run, config
 
     @classmethod
@@ -268,7 +275,11 @@ class RunFolder:
             else:
                 raise
             remedy = "free some space" if is_full else "make it writable"
-            if isinstance(error, FileNotFoundError) or not self.path.exists():
+            if isinstance(error, OSError) and error.errno in _WRONG_KIND_ERRORS:
+                name = Path(str(error.filename)).name
+                reason = f"{name} is a symbolic link, or a file instead of a folder"
+                remedy = "replace or remove it"
+            elif isinstance(error, FileNotFoundError) or not self.path.exists():
                 reason = "the folder or a file in it was removed or renamed"
                 remedy = "resume the run in its new folder, or start a new run"
             raise RunWriteError(
@@ -284,15 +295,6 @@ def _as_json(values: Config | EnvSource) -> str:
 def _reason(error: OSError) -> str:
     """Return the message of an `OSError` without its number and path."""
     return error.strerror or str(error)
-
-
-def open_no_link(path: str | Path, flags: int) -> int:
-    """Open a file for writing, but reject symbolic links and FIFOs without a reader.
-
-    Another user may have created the link or FIFO. The arguments and the result are
-    those of the `opener` of `open`.
-    """
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -19,8 +19,9 @@ import tensorflow as tf
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
+from envserve.regular_file import open_no_link
 from ppo.config.config import Config
-from ppo.run_folder.folder import RunFolder, open_no_link
+from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import truncate_after
 
 _SUM = {

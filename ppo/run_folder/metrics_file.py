@@ -7,11 +7,10 @@ and rows are removed first.
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from envserve.regular_file import open_regular
+from envserve.regular_file import open_no_link, open_regular
 from ppo.errors import RunFolderError
 from ppo.user_code import check_metric_names
 
@@ -35,7 +34,8 @@ def truncate_after(path: Path, iteration: int) -> None:
             if row is None or row.get("iteration", 0) > iteration:
                 break
             num_kept_bytes += len(line)
-    os.truncate(path, num_kept_bytes)
+    with open(path, "r+b", opener=open_no_link) as file:
+        file.truncate(num_kept_bytes)
 
 
 def last_iteration(path: Path) -> int:

@@ -33,7 +33,7 @@ from ppo.config.config import CODE_SETTINGS, Config
 _LOGGER = logging.getLogger("envserve")
 #: Packages that are safe to import, although calling their functions may not be.
 _INSTALLED = ("envserve", "gymnasium", "ppo")
-#: Prefix of the envs of `envserve.gym`, whose arguments name another env.
+#: Prefix of the envs of `envserve.gym`, whose arguments name another env and servers.
 _PROXY_PREFIX = "envserve/"
 _CODE_SUFFIXES = (".py", ".pyc", ".so")
 _MAX_CODE_BYTES = 1 << 30
@@ -55,10 +55,15 @@ LOCAL = EnvSource()
 def code_names(config: Config, source: EnvSource = LOCAL) -> dict[str, list[str]]:
     """Return a dict from settings to the code and servers that they name."""
     modules = [*config.import_modules, *source.import_modules]
-    is_proxy = config.env_name.startswith(_PROXY_PREFIX)
+    # An env name may begin with the module that registers the env.
+    is_proxy = config.env_name.rpartition(":")[2].startswith(_PROXY_PREFIX)
     names = {
         "env_name": [config.env_name] if is_user_env(config.env_name) else [],
-        "env_kwargs": [*_strings_in(config.env_kwargs)] if is_proxy else [],
+        "env_kwargs": [
+            text
+            for text in _strings_in(config.env_kwargs)
+            if is_proxy or is_user_env(text)
+        ],
         "import_modules": [
             name
             for name in modules
@@ -119,7 +124,11 @@ def keep_folder_unchanged(config: Config, source: EnvSource, folder: Path) -> No
     The cached files would change the digest of the run, so that it would no longer be
     trusted. The setting applies to this process and to processes that it starts.
     """
-    if _is_any_in_folder(_resolved_names(config, source, folder)):
+    try:
+        is_in_folder = _is_any_in_folder(_resolved_names(config, source, folder))
+    except OSError:  # for example, because the working directory was removed
+        is_in_folder = True
+    if is_in_folder:
         sys.dont_write_bytecode = True
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 

@@ -1,6 +1,7 @@
 """The training loop: files, resuming, stopping, reproducibility, errors."""
 
 import itertools
+import os
 import json
 import shutil
 from pathlib import Path
@@ -312,7 +313,10 @@ def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
     if is_events:
         monkeypatch.setattr("tensorflow.summary.experimental.write_raw_pb", refuse)
     else:
-        (run_folder.path / "metrics.jsonl").symlink_to("/dev/full")
+        monkeypatch.setattr(
+            "ppo.run_folder.metrics.open_no_link",
+            lambda path, flags: os.open("/dev/full", flags),
+        )
     message = r"cannot be written, No space left on device; free some space\.$"
     with pytest.raises(RunWriteError, match=message):
         train(SMALL, run_folder, Maker())

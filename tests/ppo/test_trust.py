@@ -39,6 +39,19 @@ NAMED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         "run/e.py:Walk, tcp://evil:1 (env_kwargs)",
     ),
+    (
+        {
+            "env_name": "envserve.gym:envserve/Remote-v0",
+            "env_kwargs": {"env": "run/e.py:Walk"},
+        },
+        {},
+        "run/e.py:Walk (env_kwargs)",
+    ),
+    (
+        {"env_name": "CartPole-v1", "env_kwargs": {"env_id": ["run/e.py:Walk"]}},
+        {},
+        ": run/e.py:Walk (env_kwargs)",
+    ),
     ({"network": "run/e.py:net"}, {}, "run/e.py:net (network)"),
     ({"objective": "os:system"}, {}, "os:system (objective)"),
     ({"optimizer": "os:system"}, {}, "os:system (optimizer)"),

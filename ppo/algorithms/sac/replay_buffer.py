@@ -90,14 +90,16 @@ class ReplayBuffer:
     def save(self, folder: Path) -> None:
         """Write the transitions that were added since the last save to a new file.
 
-        Remove files whose transitions were not in the buffer at the last save: the
-        preceding checkpoint needs all others if the run is killed before the next
+        First, remove files whose transitions were not in the buffer at the last save.
+        The preceding checkpoint needs all others if the run is killed before the next
         checkpoint is complete.
 
         Raises:
             OSError: The file cannot be written.
         """
-        first_needed = self._num_saved - self._capacity
+        for path, _, end in _files(folder):
+            if end <= self._num_saved - self._capacity:
+                path.unlink()
         count = min(self._num_added - self._num_saved, self._capacity)
         if count > 0:
             folder.mkdir(exist_ok=True)
@@ -111,9 +113,6 @@ class ReplayBuffer:
             partial.rename(path)
             flush_to_disk(folder)
         self._num_saved = self._num_added
-        for path, _, end in _files(folder):
-            if end <= first_needed:
-                path.unlink()
 
     def load(self, folder: Path, num_added: int) -> None:
         """Read the newest of the first `num_added` transitions of a run from its files.
