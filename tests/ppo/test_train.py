@@ -1,8 +1,8 @@
 """The training loop: files, resuming, stopping, reproducibility, errors."""
 
 import itertools
-import os
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,7 @@ def test_full_disk_ends_the_run_with_an_error_that_names_the_remedy(
     if is_events:
         monkeypatch.setattr("tensorflow.summary.experimental.write_raw_pb", refuse)
     else:
+        run_folder.metrics_path.touch()
         monkeypatch.setattr(
             "ppo.run_folder.metrics.open_no_link",
             lambda path, flags: os.open("/dev/full", flags),
