@@ -1,7 +1,7 @@
 """Access attributes of a batch's envs: call a method, or get or set a value.
 
-A block replies with the values of the first rows, as many as fit into one reply. The
-access then sends another request for the remaining rows, until it has all values.
+A reply contains the values of a block's first rows, as many as fit. The access then
+sends another request for the remaining rows, until it has all values.
 """
 
 from __future__ import annotations

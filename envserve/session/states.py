@@ -30,10 +30,10 @@ lost call fails, because the envs may have executed it already.
 
 The server's part: the server executes a request that has the next seq of each of its
 blocks. Copies that arrive while the request runs are not executed. Copies that arrive
-later get the same reply. Older requests are ignored, and requests that
-skip a seq are rejected. The server can send a reply again because it packs the reply
-from the blocks' rows, which do not change before the request with the next seq (see
-the decision "The slab is the reply cache").
+later get the same reply. Older requests are ignored, and requests that skip a seq are
+rejected. The server can send a reply again because it packs the reply from the blocks'
+rows, which do not change before the request with the next seq (see the decision "The
+slab is the reply cache").
 
 Absence: the envs of a block in flight may be absent, because their worker or their
 lease is lost, or because the server is unreachable. The client reports such blocks as

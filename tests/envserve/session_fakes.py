@@ -145,7 +145,7 @@ class FakeServer:
             elif isinstance(decision, Audit):
                 self.audits.append(decision)
             elif isinstance(decision, RequestDecision):
-                self.carry_out(self.answer(decision, now), now)
+                self.carry_out(self.reply(decision, now), now)
             elif isinstance(decision, StartPool):
                 self.pools[decision.session] = self.pool(decision.settings)
                 if self.builds_at_once:
@@ -157,7 +157,7 @@ class FakeServer:
             elif not isinstance(decision, BeginDrain):
                 self.pools[decision.session].begin(decision)
 
-    def answer(self, decision: RequestDecision, now: float) -> Sequence[Decision]:
+    def reply(self, decision: RequestDecision, now: float) -> Sequence[Decision]:
         request, payload = decision.request, b""
         user = request.peer[-1]
         if isinstance(decision, ReplyWelcome):
@@ -399,7 +399,7 @@ def pass_time(
 
     Args:
       client: The client.
-      server: Server that answers all messages; None for an unresponsive server.
+      server: Server that replies to all messages; None for an unresponsive server.
       now: Start time.
       until: End time; return earlier if the session ends.
       **filters: Message filters, see `exchange`.

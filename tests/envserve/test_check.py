@@ -60,7 +60,7 @@ def test_the_command_prints_each_rule_with_its_outcome(
     *lines, last = shown.output.splitlines()
     assert shown.exit_code == code
     assert last == f"{len(RULES) - code} ok, {code} fail, 0 skipped"
-    line = "STEP: Refuse actions outside the action space"
+    line = "STEP: Reject actions outside the action space"
     assert f"{'fail' if code else 'ok':8}{line}" in lines
     result = check(kind(), "--json", "--env", "Fake-v0")
     outcomes = [json.loads(line)["outcome"] for line in result.output.splitlines()]

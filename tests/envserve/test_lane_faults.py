@@ -1,7 +1,8 @@
 """The guarantees that every lane gives when envs fail, hang or kill their worker.
 
-Here, remote lanes have spare envs and local lanes have none, because workers handle
-spare envs in the same way for every lane.
+Two tests run with and without spare envs on every lane. Other tests with the fixture
+`spare_envs` have spare envs on remote lanes only, because workers handle spare envs in
+the same way for every lane.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def actions_of(batch: BatchEnv, failing: int | None = None) -> np.ndarray[Any, A
     return actions
 
 
+@pytest.mark.parametrize("spare_envs", [False, True])
 def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:
@@ -55,6 +57,7 @@ def test_a_worker_that_dies_costs_its_rows_one_invalid_transition(
     assert again.observation[:, 0].tolist() == [1, 1, 3, 3]
 
 
+@pytest.mark.parametrize("spare_envs", [False, True])
 def test_an_env_that_raises_affects_only_its_row(
     make_batch: MakeBatch, spare_envs: bool
 ) -> None:

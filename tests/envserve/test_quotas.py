@@ -1,4 +1,4 @@
-"""User quotas: excess requests are refused, and other users are not affected."""
+"""User quotas: excess requests are rejected, and other users are not affected."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class KeyServer(FakeServer):
         number = {"session": session} if session else {}
         return self.send(user, MessageType.ATTACH, now, body=body, **number)
 
-    def refuse(
+    def reject(
         self, user: str = "ann", now: float = 0.0, **arguments: Any
     ) -> ErrorBody:
-        """Send an ATTACH that must be refused; return its error."""
+        """Send an ATTACH that must be rejected; return its error."""
         before = set(self.pools)
-        answer = self.attach(user, now, **arguments)
-        assert answer.type is MessageType.ERROR
+        reply = self.attach(user, now, **arguments)
+        assert reply.type is MessageType.ERROR
         assert set(self.pools) == before
-        return ErrorBody.decode(answer.body)
+        return ErrorBody.decode(reply.body)
 
     def num_audits(self, event: str, user: str) -> int:
         """Return the number of audited events of this kind for a user."""
@@ -65,8 +65,8 @@ class KeyServer(FakeServer):
 
     def detach(self, session: SessionId) -> None:
         user, number = session
-        answer = self.send(user, MessageType.DETACH, session=number)
-        assert answer.type is MessageType.DETACHED
+        reply = self.send(user, MessageType.DETACH, session=number)
+        assert reply.type is MessageType.DETACHED
 
 
 def grant(name: str = "ann", **options: Any) -> Grant:
@@ -97,7 +97,7 @@ def test_a_lease_beyond_the_quota_is_busy_until_another_one_ends(
     for _ in range(3):
         server.attach()
     assert len(server.pools) == 3
-    body = server.refuse()
+    body = server.reject()
     assert body.code is ErrorCode.ENVS_BUSY
     assert body.text.startswith(
         f"ann uses 3 of its 3 {unit} and requested 1 more; other users use 0 of {total}"
@@ -113,13 +113,13 @@ def test_a_lease_beyond_the_quota_is_busy_until_another_one_ends(
     assert server.num_audits("ended", "ann") == 1
 
 
-def test_a_request_larger_than_the_quota_is_refused() -> None:
+def test_a_request_larger_than_the_quota_is_rejected() -> None:
     server = KeyServer(grant(max_envs=3))
-    body = server.refuse(num_envs=4)
+    body = server.reject(num_envs=4)
     assert body.code is ErrorCode.REFUSED
     assert body.text.startswith("ann may use 3 envs, but requested 4; ")
     assert body.text.endswith("raise max-envs= of ann in the server's clients file")
-    body = server.refuse(num_envs=2, spare_envs=True)
+    body = server.reject(num_envs=2, spare_envs=True)
     assert "requested 4" in body.text
     server.attach(num_envs=3)
     assert server.pools
@@ -136,7 +136,7 @@ def test_a_lease_has_at_most_as_many_workers_as_its_key_allows_processes() -> No
 def test_processes_of_all_users_count_towards_the_limit_of_the_server() -> None:
     server = KeyServer(grant(), grant("bob"), num_workers=3, max_processes=4)
     server.attach("ann", num_envs=3)
-    body = server.refuse("bob", num_envs=2)
+    body = server.reject("bob", num_envs=2)
     assert body.code is ErrorCode.ENVS_BUSY
     assert body.text.startswith("2 processes requested, 1 of 4 free; ")
     server.attach("bob", num_envs=2, num_splits=2)  # one worker per split
@@ -148,7 +148,7 @@ def test_a_key_leaves_a_quarter_of_the_processes_to_others() -> None:
     for _ in range(6):
         server.attach()
     text = "ann uses 6 of its 6 processes and requested 1 more; other users use 0 of 8"
-    assert server.refuse().text.startswith(text)
+    assert server.reject().text.startswith(text)
     for _ in range(2):
         server.attach("local")
     assert len(server.pools) == 8
@@ -159,7 +159,7 @@ def test_users_without_a_key_may_use_all_processes() -> None:
     for _ in range(8):
         server.attach("")
     text = "the user without a key uses 8 of its 8 processes and requested 1 more; "
-    assert server.refuse("").text.startswith(text)
+    assert server.reject("").text.startswith(text)
 
 
 def test_a_key_may_attach_twice_a_second_and_eight_times_at_once() -> None:
@@ -250,7 +250,7 @@ def test_the_row_memory_limit_of_the_host_applies_to_all_keys() -> None:
 
 def test_a_key_may_use_envs_that_match_its_patterns() -> None:
     server = KeyServer(grant(envs=("ALE/*", "Other-v0")))
-    body = server.refuse(env_name="Fake-v0")
+    body = server.reject(env_name="Fake-v0")
     assert body.code is ErrorCode.REFUSED
     assert body.text == (
         "ann may use ALE/* and Other-v0, but requested Fake-v0; the operator can add "
@@ -260,14 +260,14 @@ def test_a_key_may_use_envs_that_match_its_patterns() -> None:
     for name in ("ALE/Pong-v5", "Other-v0"):
         server.attach(env_name=name)
     assert len(server.pools) == 2
-    body = server.refuse(env_name="ALE/Tetris-v5")
+    body = server.reject(env_name="ALE/Tetris-v5")
     assert body.code is ErrorCode.UNKNOWN_ENV
 
 
 def welcome(server: KeyServer, user: str) -> Welcome:
     body = Hello().encode()
-    answer = server.send(user, MessageType.HELLO, boot=0, body=body)
-    return Welcome.decode(answer.body)
+    reply = server.send(user, MessageType.HELLO, boot=0, body=body)
+    return Welcome.decode(reply.body)
 
 
 def test_a_welcome_lists_the_envs_and_limits_of_the_user() -> None:
@@ -287,7 +287,7 @@ def test_env_arguments_must_be_allowed_by_the_host_and_the_key() -> None:
     key = grant(allowed_kwargs=("gravity:int[0,10]", "mode:a", "file:any"))
     server = KeyServer(key, allowed_kwargs=allowed)
     for kwargs in ({"gravity": 11}, {"mode": "b"}, {"file": "x"}, {"gravity": "1"}):
-        body = server.refuse(env_kwargs=kwargs)
+        body = server.reject(env_kwargs=kwargs)
         assert body.code is ErrorCode.REFUSED
         assert f"env argument '{next(iter(kwargs))}'" in body.text
     server.attach(env_kwargs={"gravity": 10, "mode": "a"})
@@ -307,15 +307,15 @@ def test_a_lease_exposes_the_attributes_that_its_key_may_use() -> None:
         )
 
 
-def test_a_key_that_is_no_longer_valid_is_refused() -> None:
+def test_a_key_that_is_no_longer_valid_is_rejected() -> None:
     server = KeyServer(grant())
     server.attach()
     server.grants.clear()
-    body = server.refuse()
+    body = server.reject()
     assert body.code is ErrorCode.REFUSED
     assert body.text.startswith("the key of ann is no longer valid, because ")
-    answer = server.send("ann", MessageType.HELLO, boot=0, body=Hello().encode())
-    assert ErrorBody.decode(answer.body).code is ErrorCode.REFUSED
+    reply = server.send("ann", MessageType.HELLO, boot=0, body=Hello().encode())
+    assert ErrorBody.decode(reply.body).code is ErrorCode.REFUSED
 
 
 def test_session_numbers_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""A server that runs out of a resource refuses new leases and keeps existing ones."""
+"""A server that runs out of a resource rejects new leases and keeps existing ones."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-Refused = Callable[..., EnvStartError]
+Rejected = Callable[..., EnvStartError]
 
 
 @pytest.fixture
-def refused(join: Join) -> Refused:
-    """Request envs, and return the error with which the server refuses the request."""
+def rejected(join: Join) -> Rejected:
+    """Request envs, and return the error with which the server rejects the request."""
 
     def request(
         server: ServerProcess, *arguments: Any, **changes: Any
@@ -59,24 +59,26 @@ def check_that_envs_can_be_leased_again(server: ServerProcess, join: Join) -> No
     assert server.process.poll() is None
 
 
-def test_descriptors_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
+def test_descriptors_can_run_out(serve: Serve, join: Join, rejected: Rejected) -> None:
     limit = ("sh", "-c", 'ulimit -n 48 && exec "$@"', "sh")
     options = ("--workers", "32", "--max-processes", "64")
     client = join(server := serve(*options, prefix=limit), 2)
     client.reset()
-    assert "Too many open files" in str(refused(server, 30))
+    assert "Too many open files" in str(rejected(server, 30))
     assert [outcome.faults for outcome in client.step(1)] == [(), ()]
     again = join(server, 2, session=78)
     assert [outcome.faults for outcome in again.reset()] == [(), ()]
 
 
-def test_shared_memory_can_run_out(serve: Serve, join: Join, refused: Refused) -> None:
+def test_shared_memory_can_run_out(
+    serve: Serve, join: Join, rejected: Rejected
+) -> None:
     client = join(server := serve("--allow-kwarg", "space:any"))
     client.reset()
     images = {"env_name": "envserve/Echo-v0", "env_kwargs": {"space": "image"}}
     with resource_limit(server.process.pid, resource.RLIMIT_FSIZE, 1 << 20):
         assert "cannot allocate shared memory for the rows" in str(
-            refused(server, 16, **images)
+            rejected(server, 16, **images)
         )
         check_steps(client)
     assert join(server, 16, session=79, **images).session.error is None
@@ -99,14 +101,14 @@ if os.getpgid(0) == os.getpid():  # the template leads a process group
 
 
 def test_processes_can_run_out(
-    tmp_path: Path, serve: Serve, join: Join, refused: Refused
+    tmp_path: Path, serve: Serve, join: Join, rejected: Rejected
 ) -> None:
     (tmp_path / "unprivileged_envs.py").write_text(_UNPRIVILEGED)
     client = join(server := serve("--import", "unprivileged_envs", cwd=tmp_path))
     client.reset()
     template = with_descendants(server.process.pid)[1]
     os.kill(template, signal.SIGUSR1)
-    assert "Resource temporarily unavailable" in str(refused(server))
+    assert "Resource temporarily unavailable" in str(rejected(server))
     check_steps(client)
     os.kill(template, signal.SIGUSR2)
     check_that_envs_can_be_leased_again(server, join)

@@ -1,4 +1,4 @@
-"""Sessions with a real server: leases are granted, refused and ended."""
+"""Sessions with a real server: leases are granted, rejected and ended."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_env_that_is_not_offered_is_an_error_with_similar_names(
         attach(server, "Pendulum-v1")
 
 
-def test_arguments_are_refused_unless_allowed(
+def test_arguments_are_rejected_unless_allowed(
     server: ServerProcess, attach: Attach
 ) -> None:
     attach(server, env_kwargs={"length": 3, "render_mode": "rgb_array"})

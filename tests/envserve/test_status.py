@@ -71,14 +71,14 @@ class Board:
         return pool.metrics
 
     def ask(self, user: str, now: float) -> bytes:
-        """Return the body of the answer to a STATUS request without a session."""
+        """Return the body of the reply to a STATUS request without a session."""
         request = encode(Message(MessageType.STATUS, request=9))
         self.server.receive((b"route", user), request, now)
         (frames,) = self.server.take_replies()
-        answer = decode(frames)
-        assert (answer.type, answer.request) == (MessageType.STATUS_RESULT, 9)
-        assert len(answer.body) <= MAX_BYTES
-        return answer.body
+        reply = decode(frames)
+        assert (reply.type, reply.request) == (MessageType.STATUS_RESULT, 9)
+        assert len(reply.body) <= MAX_BYTES
+        return reply.body
 
     def status(self, user: str, now: float) -> ServerStatus:
         return ServerStatus.decode(self.ask(user, now))
@@ -199,7 +199,7 @@ def test_decoding_escapes_control_characters_in_names(field: str) -> None:
     assert getattr(status, field) == {r"\x1b]52;c;cm0=\x1b" + "\\": 1}
 
 
-def test_a_user_whose_key_was_removed_is_refused(board: Board) -> None:
+def test_a_user_whose_key_was_removed_is_rejected(board: Board) -> None:
     board.attach("ann", 11)
     board.server.protocol.quotas._grant_of = lambda user: cast(Grant, None)
     request = encode(Message(MessageType.STATUS, request=9))

@@ -80,6 +80,22 @@ def test_a_line_that_is_nested_too_deeply_is_ignored() -> None:
     assert [chief.exception(), learner.exception()] == [None, None]
 
 
+def test_a_learner_ignores_a_reply_that_is_nested_too_deeply() -> None:
+    def reply() -> None:
+        for line in (b"[" * 50_000 + b"\n", b'"ready"\n'):
+            with chief.accept()[0] as learner, learner.makefile("rb") as stream:
+                stream.readline()
+                learner.sendall(line)
+
+    with socket.create_server(("127.0.0.1", 0)) as chief:
+        chief.settimeout(SECONDS)
+        port = chief.getsockname()[1]
+        with ThreadPoolExecutor() as threads:
+            replies = threads.submit(reply)
+            wait_for_learners([f"127.0.0.1:{port}", "127.0.0.1:1"], 1, SECONDS)
+    assert replies.exception() is None
+
+
 def test_learners_with_different_lists_name_the_difference() -> None:
     two = addresses_of(3)
     three, two = two, two[:2]

@@ -41,8 +41,8 @@ _STOP_SECONDS: Final = 2.0
 _MAX_REMEMBERED: Final = 256
 
 
-def answer_hello(protocol: ServerProtocol, decision: ReplyWelcome) -> list[Decision]:
-    """Answer a HELLO without delay."""
+def reply_to_hello(protocol: ServerProtocol, decision: ReplyWelcome) -> list[Decision]:
+    """Return the reply to a HELLO, without delay."""
     request = decision.request
     body = protocol.leases.welcome_for(request.peer[-1]).encode()
     return protocol.reply(request, body)
@@ -55,7 +55,7 @@ class Host(PausableProcess):
       protocol: The server's sessions; None while the server is not running.
       granted: Ids of the sessions whose envs are built.
       fails_next_message: Whether the server raises at its next message.
-      ignored: Types of operations that the server ignores, although it answers PING.
+      ignored: Types of operations that the server ignores, although it replies to PING.
       is_stuck: Whether operations never end, although PONG reports them as running.
     """
 
@@ -186,7 +186,7 @@ class Host(PausableProcess):
             if isinstance(decision, Reply):
                 self._simulation.deliver(self, decision)
             elif isinstance(decision, ReplyWelcome):
-                self.carry_out(answer_hello(self._running, decision))
+                self.carry_out(reply_to_hello(self._running, decision))
             elif isinstance(decision, StartPool):
                 self._start_pool(decision)
             elif isinstance(decision, EndPool):

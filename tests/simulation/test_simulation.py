@@ -110,6 +110,9 @@ def test_a_simulation_is_deterministic_for_a_seed() -> None:
 def test_a_planted_bug_is_detected_within_a_few_seeds(
     bug: Bug, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # The seeds are constant, and only some of them reveal a bug. If the order of events
+    # has changed, a failure is therefore not always a defect: if other seeds reveal the
+    # bug, raise NUM_SEEDS or change the bug's profile.
     bug.plant(monkeypatch)
     with pytest.raises(Violation):  # noqa: PT012
         for seed in range(NUM_SEEDS):

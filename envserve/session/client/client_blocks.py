@@ -144,7 +144,7 @@ class ClientBlocks:
       rows: Arrays that actions are read from and results are written to.
       max_result_bytes: Maximum length of a result for all blocks.
       num_pieces: Number of blocks, plus number of 64 KiB chunks in the longest result.
-      in_flight: Requests without a reply, by block index.
+      in_flight: Requests that have no reply yet, by block index.
       ended: Indices of blocks whose results the caller has not collected yet.
       lost: Reasons for losses, by block index; a lost block must be reset before it is
         used.

@@ -41,7 +41,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 _FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
 #: Types of requests that acquire a lease.
 _ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
-#: Messages that reply to no operation, but do not count as late replies.
+#: Messages that are limited like those that match no request in flight, but do not
+#: count as late.
 _NOTICES: Final = frozenset(
     {MessageType.BUILDING, MessageType.PONG, MessageType.DRAIN, MessageType.ABSENT}
 )
@@ -55,11 +56,12 @@ class ClientSession:
     Only `submit_step`, `collect` and `client_blocks.is_ready` write rows.
 
     Attributes:
-      requests: Requests without a reply, and the session, boot and epoch numbers.
+      requests: Requests that have no reply yet; and the session, boot and epoch
+        numbers.
       outbox: Frames to send, by key, in sending order. The transport deletes entries
         that it has sent.
       attachment: State of the lease that this client holds on the server.
-      num_late_messages: Number of messages that replied to no request.
+      num_late_messages: Number of messages that matched no request in flight.
     """
 
     def __init__(
@@ -274,7 +276,7 @@ class ClientSession:
     def _count_unsolicited(
         self, kind: int | str, frames: Sequence[Buffer], now: float, num_late: int = 1
     ) -> None:
-        """Count a message that replies to no request; abort if there are too many."""
+        """Count a notice or an unmatched message; abort if there are too many."""
         self.num_late_messages += num_late
         if self.state.is_over:
             return

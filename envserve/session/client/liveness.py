@@ -152,10 +152,10 @@ class Liveness:
 
 
 class UnsolicitedLimit:
-    """Limits the number of messages per second that reply to no request.
+    """Limits the number of messages per second that match no request in flight.
 
-    These messages are PONGs, notices (BUILDING, ABSENT, DRAIN), and late replies. An
-    envserve server sends few of them.
+    These messages are mostly late replies. PONGs and notices (BUILDING, ABSENT, DRAIN)
+    are counted too. An envserve server sends few of them.
     """
 
     def __init__(self) -> None:

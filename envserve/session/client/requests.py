@@ -2,7 +2,7 @@
 
 A request is resent after 1 s, then after 2 s, then every 4 s, and immediately after a
 reconnect. Copies differ only in their attempt number. The outbox contains each request
-at most once, so its size is bounded. Messages without a reply are sent once.
+at most once, so its size is bounded. Messages that expect no reply are sent once.
 
 A PING follows each copy. If the PONG lists no block of the request as running, the
 server has ignored the copy; see the decision "A PONG shows which requests a server
@@ -113,7 +113,7 @@ class Request:
 
     @property
     def unanswered_blocks(self) -> list[int]:
-        """Indices of the blocks without a reply; empty for a HELLO, for example."""
+        """Indices of blocks that have no reply yet; empty for a HELLO, for example."""
         answered = self.answered_blocks
         return [block for block, _ in self.entries if block not in answered]
 
