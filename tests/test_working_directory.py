@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from envserve.crashes.repro_file import encode_repro
+from ppo.config import Config
+from ppo.run_folder.folder import RunFolder
 from tests.envserve.test_replay import make_repro
 
 #: Modules that the programs import, or whose absence they or their libraries accept.
@@ -137,19 +139,18 @@ def test_envserve_runs_no_file_of_the_working_directory(filled: Path) -> None:
 
 
 def test_ppo_runs_no_file_of_the_working_directory(filled: Path) -> None:
-    runs = str(filled.parent / "run")
-    train = ["train", "CartPole-v1", *SMALL]
-    output = run(filled, "ppo", *train, "--run-dir", runs, "--page")
+    runs, study = filled.parent / "run", filled.parent / "study"
+    options = [*SMALL, f"--run-dir={runs}", "--page", "--film"]
+    output = run(filled, "ppo", "train", "CartPole-v1", *options)
     assert "Page: http://" in output
-    commands = [
-        ["plot", runs, "--metric=entropy"],
-        [*train, "--seeds=1", "--run-dir", str(filled.parent / "study")],
-        ["visualize", runs, "--episodes=1"],
-    ]
-    with ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(run, filled, "ppo", *each) for each in commands]
-        for each in waiting:
-            each.result()
+    assert len([*runs.rglob("*.mp4")]) == 1
+    run(filled, "ppo", "plot", str(runs), "--metric=entropy")
+    # Fails before it loads TensorFlow, which takes seconds.
+    seed = RunFolder.create(study / "seed-0", config := Config(env_name="CartPole-v1"))
+    RunFolder(study).save_config(config)
+    with seed.locked():
+        output = run(filled, "ppo", "train", f"--resume={study}", code=1)
+    assert "this run is already being trained by" in output
 
 
 @pytest.mark.parametrize("is_safe", [True, False])

@@ -26,6 +26,8 @@ Metric = str | Callable[[Mapping[str, float]], float]
 #: Names of metrics: env steps per second, mean microseconds per batch step, and CPU
 #: time of the stepping thread in microseconds per batch step.
 SPEED, MICROSECONDS, THREAD = "steps_per_second", "us_per_batch_step", "thread_us"
+#: Maximum time of the steps before a measurement, which are not measured. They take no
+#: longer than the measurement.
 _WARM_UP_SECONDS: Final = 0.1
 
 
@@ -83,7 +85,7 @@ def make_measure(
 
     def measure() -> Mapping[str, float]:
         # Refill the CPU caches, which the other cases have used since the last round.
-        time_each(step, actions, _WARM_UP_SECONDS)
+        time_each(step, actions, min(_WARM_UP_SECONDS, load.seconds))
         started_at = time.thread_time()
         durations = time_each(step, actions, load.seconds)
         cpu_seconds = time.thread_time() - started_at

@@ -25,6 +25,7 @@ from envserve.cli.options import Count, add_working_directory, env_names
 from envserve.cli.program import Option
 from envserve.cli.terminal import console, fail
 from envserve.envs.user_envs import (
+    check_files_exist,
     env_name_of,
     is_user_env,
     split_reference,
@@ -443,13 +444,14 @@ def find_user_code(config: Config, source: EnvSource) -> None:
     """Add the working directory to the import path if the run names modules in it.
 
     Raises:
-        EnvStartError: Other users can write to the working directory, and a module is
-            not found elsewhere.
+        EnvStartError: A file of an env or a module does not exist. Or other users can
+            write to the working directory, and a module is not found elsewhere.
     """
     code = _code(config)
     # With env servers, this process imports neither the envs nor their modules.
     envs = [] if source.addresses else [config.env_name]
     modules = [] if source.addresses else config.import_modules + source.import_modules
+    check_files_exist([*modules, *envs])
     words = [*modules, *filter(is_user_env, code + envs)]
     add_working_directory(words, always=any(".py:" in name for name in code))
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import typer
 
-from benchmarks.scores.command import _read, main
+from benchmarks.scores.command import _read, _run, main
 from benchmarks.scores.document import (
     aggregate,
     measured,
@@ -22,6 +23,8 @@ from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import RANDOM_RETURNS, TASKS, Task
 from ppo.config.named_configs import CONFIGS, EXPECTED_RESULTS, expected_result
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
+from tests.benchmarks.harness_cases import process_of
+from tests.ppo.runs import eagerly
 
 ROOT = Path(__file__).parents[2]
 (CHEETAH,) = (task for task in TASKS if task.name == "cheetah-1M")
@@ -224,6 +227,13 @@ def test_an_unknown_task_suggests_the_nearest(tmp_path: Path) -> None:
         main(["cheeta-1M"], runs=tmp_path)
 
 
+def test_each_run_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.scores.command.run_one", process_of)
+    jobs = [(CHEETAH, seed, Path()) for seed in range(2)]
+    assert len({os.getpid(), *_run(jobs, num_processes=1)}) == 3
+
+
+@eagerly()
 def test_finished_runs_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,12 +249,17 @@ def test_finished_runs_are_not_repeated(
             "curve_episodes": 2,
             "num_splits": 1,
             "epochs": 1,
-            "jit_compile": False,  # compiling would take most of the time
+            "minibatch_size": 2_048,
         },
     )
     assert tiny.name == "cartpole-4k"
     monkeypatch.setattr("benchmarks.scores.command.TASKS", (tiny,))
     monkeypatch.setattr("benchmarks.scores.document.TASKS", (tiny,))
+    # Train in this process, because another one would load TensorFlow again.
+    monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
+    monkeypatch.setattr(
+        "concurrent.futures.ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
+    )
     document = tmp_path / "scores.md"
     document.write_text("<!-- scores: begin -->\n<!-- scores: end -->\n")
     main(None, seeds=1, runs=tmp_path, document=document, processes=1)
@@ -260,16 +275,11 @@ def test_finished_runs_are_not_repeated(
     folder = tmp_path / "cartpole-4k" / "0"
     (folder / "result.json").unlink()
     (folder / "from-before").touch()
-    # Resume it in this process, because another one would load TensorFlow again.
-    monkeypatch.setattr("ppo.cli.options.start_tensorflow", lambda *_: None)
-    monkeypatch.setattr(
-        "concurrent.futures.ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1)
-    )
-    main(None, seeds=1, runs=tmp_path, document=document, processes=1)
+    main(None, seeds=1, runs=tmp_path, processes=1)
     assert (resumed := read_score(folder)) is not None
     assert (folder / "from-before").exists()
     assert (resumed.curve, resumed.final) == (first.curve, first.final)
     monkeypatch.setattr(
         "benchmarks.scores.command.run_one", None
     )  # not to be called again
-    main(None, seeds=1, runs=tmp_path, document=document, processes=1)
+    main(None, seeds=1, runs=tmp_path, processes=1)

@@ -7,12 +7,18 @@ import pytest
 
 from envserve.pool.launcher import Launcher
 from tests.envserve.conftest import pools_of
-from tests.ppo import film_env
+from tests.ppo import failing_env, film_env, unsteady_env
+
+MODULES = [
+    film_env.__name__,
+    f"{failing_env.__name__}:Failing",
+    f"{unsteady_env.__file__}:Unsteady",
+]
 
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
-    with contextlib.closing(Launcher([film_env.__name__], ["CartPole-v1"])) as launcher:
+    with contextlib.closing(Launcher(MODULES, ["CartPole-v1"])) as launcher:
         yield launcher
 
 

@@ -26,7 +26,7 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import training_state
 from ppo.simulate import simulate
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, parameters
+from tests.ppo.runs import SMALL, eagerly, parameters
 
 #: Lost steps. The first learner has more lost steps than the second, so averaging the
 #: learners' means would be wrong.
@@ -111,9 +111,10 @@ def main(folder: Path) -> None:
     results = {}
     with learners.guard_collectives():
         for max_kl in (0.0, CONFIG.max_kl):
-            # Compile only one of the two, because compilation takes most of the time.
-            config = CONFIG.replace(max_kl=max_kl, jit_compile=max_kl == 0.0)
-            metrics, arrays = updated(config, learners)
+            # Trace and compile only one of the two, which takes most of the time.
+            config = CONFIG.replace(max_kl=max_kl)
+            with eagerly(max_kl > 0.0):
+                metrics, arrays = updated(config, learners)
             results[str(max_kl)] = metrics
             np.savez(folder / f"{max_kl}-{index}.npz", *arrays)
         number = np.float32(0.5) if index else np.int64(7)

@@ -53,10 +53,10 @@ def test_rollouts_are_the_same_as_in_lockstep(settings: dict[str, Any]) -> None:
     expected = collect(batch_of(), 1.0, **settings)
     rollouts = [
         rollout
-        for act_on in (0.2, 0.5, 0.75)
+        for act_on in (0.2, 0.75)
         for rollout in collect(batch_of(), act_on, **settings)
     ]
-    for ours, theirs in zip(rollouts, 3 * expected, strict=True):
+    for ours, theirs in zip(rollouts, 2 * expected, strict=True):
         ended = theirs.terminated | theirs.truncated
         assert ended.any()
         np.testing.assert_array_equal(ours.action, theirs.action)

@@ -42,6 +42,7 @@ def named(*names: str) -> Config:
     return SMALL.replace(callbacks=callbacks)
 
 
+@eagerly()
 def test_callback_reads_and_changes_a_run_and_its_metrics_are_reported(
     seen: list[Any], tmp_path: Path
 ) -> None:

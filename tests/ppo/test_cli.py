@@ -202,7 +202,9 @@ def test_two_interrupts_at_the_start_leave_no_folder(
     assert "the run cannot be resumed" in error
 
 
-def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
+def test_an_env_file_that_has_moved_is_named_by_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "new").mkdir()
     file = tmp_path / "new" / "my_moved_env.py"
     file.write_text(
@@ -217,6 +219,10 @@ def test_an_env_file_that_has_moved_is_named_by_import(tmp_path: Path) -> None:
     code, _, error = ppo(*export, "--trust")
     assert (code, f"{old}: no such file" in error) == (2, True)
     assert ppo(*export, "--import", file)[0] == 0
+    # Resuming fails before TensorFlow is started, which takes seconds.
+    monkeypatch.setitem(sys.modules, "ppo.learners", None)
+    resumed = ppo("train", "--resume", run.path, "--trust")
+    assert resumed == (2, "", f"Error: {old}: no such file\n")
     plan = plan_resumed_run(run.path, None, [], SourceOptions(None, [str(file)]))
     assert plan.config.env_name == f"{file}:Walk"
     assert plan.config.import_modules == (str(file),)
@@ -243,6 +249,7 @@ def test_own_code_is_found_from_other_working_directories_and_when_moved(
     code, _, error = ppo("evaluate", run.path)  # trusted, although the file is missing
     assert (code, "expected a checkpoint" in error) == (2, True)
     Path("my.py").touch()
+    Path("other.py").touch()
     options = SourceOptions(import_modules=["my.py", "other.py"])
     plan = plan_resumed_run(run.path, None, [], options)
     assert paths(plan.config) == {str(tmp_path / "new" / "my.py")}
@@ -504,6 +511,7 @@ def test_a_longer_run_warns_about_decaying_settings_that_increase(
     assert warning(longer.replace(**plain), 100 * 2048) == ""
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_an_env_that_cannot_be_stepped_is_an_error_before_tensorflow_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,7 +519,7 @@ def test_an_env_that_cannot_be_stepped_is_an_error_before_tensorflow_starts(
     for method in ("__init__", "reset", "step"):
         kwargs = f"env_kwargs={json.dumps({'method': method})}"
         code, output, error = ppo(
-            "train", f"{failing_env.__file__}:Failing", "--set", kwargs
+            "train", f"{failing_env.__name__}:Failing", "--set", kwargs
         )
         assert (code, output) == (1 if method == "step" else 2, "")
         assert f"RuntimeError: a bug in {method}" in error.splitlines()[-1]
@@ -558,6 +566,7 @@ def test_programs_are_named_by_their_path_unless_they_are_on_path(
     assert user_command("not-installed") == "not-installed"
 
 
+@pytest.mark.usefixtures("one_launcher")
 def test_a_finished_run_proposes_only_commands_that_can_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ from ppo.train import train
 from tests.ppo import failing_env, film_env
 from tests.ppo.runs import SMALL, eagerly
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 CONFIG = Config(
     env_name="CartPole-v1",
     env_kwargs={"sutton_barto_reward": True},

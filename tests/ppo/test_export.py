@@ -47,7 +47,7 @@ CASES: dict[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]] = {
         ),
         spaces.MultiDiscrete([2, 3], start=[4, -1]),
     ),
-    "image": (spaces.Box(0, 255, (4, 36, 36), np.uint8), spaces.MultiBinary((2, 2))),
+    "image": (spaces.Box(0, 255, (4, 8, 8), np.uint8), spaces.MultiBinary((2, 2))),
     "tuple": (
         spaces.Tuple([spaces.Dict({"x": BOX}), spaces.MultiBinary(3)]),
         spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 5.0]), dtype=np.float64),

@@ -282,15 +282,17 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
 
 
 def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> None:
-    config = Config(env_name="nosuch:Walk", total_steps=2048)
-    RunFolder.create(tmp_path / "seed-0", config)
+    config = Config(env_name="CartPole-v1", total_steps=2048)
+    run = RunFolder.create(tmp_path / "seed-0", config)
     RunFolder(tmp_path).save_config(config)
     write(tmp_path / "seed-0" / "evaluation.json", CONTENTS["deep"])
     row = json.dumps({"steps": 2048, "mean_return": 1.0})
     (tmp_path / "seed-0" / "metrics.jsonl").write_text(f"{row}\n")
-    code, output, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
+    with run.locked():  # so that the process of the seed fails before it trains
+        code, output, error = ppo("train", "--resume", tmp_path, "--num-workers", "1")
     assert (code, error) == (1, "")
-    assert "seed 0 failed" in output
+    assert "seed 0 failed: Error: " in output
+    assert "this run is already being trained by" in output
 
 
 def test_other_folders_and_files_named_like_seeds_are_errors(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from ppo.training_run import TrainingRun
 from tests.ppo import unsteady_env
 from tests.ppo.iteration_in_numpy import Array, Reference
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 NUM_ITERATIONS = 3
 CONFIG = Config(
     env_name=f"{unsteady_env.__file__}:Unsteady",

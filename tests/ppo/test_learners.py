@@ -30,7 +30,7 @@ from tests.ppo.cluster import eager_main
 from tests.ppo.runs import counters, eagerly, ppo, rows_of
 
 # Learners are processes that load TensorFlow and compile, on a shared machine.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_launcher")]
 
 SETTINGS = (
     *("num_envs=4", "horizon=16", "minibatch_size=32", "epochs=1", "seed=3"),

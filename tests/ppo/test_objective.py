@@ -15,7 +15,7 @@ from ppo.algorithms.ppo.update import Updater
 from ppo.errors import ConfigError
 from tests.ppo import custom_losses
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
-from tests.ppo.runs import SMALL, Maker, ppo, rollout_of, rows_of, run
+from tests.ppo.runs import SMALL, Maker, eagerly, ppo, rollout_of, rows_of, run
 
 FILE = custom_losses.__file__
 DOCS = Path(__file__).parents[2] / "docs" / "research.md"
@@ -143,6 +143,7 @@ def test_the_example_is_spo_and_learns(tmp_path: Path) -> None:
     assert rows[-1]["mean_return"] > rows[0]["mean_return"] + 1.0
 
 
+@eagerly()
 def test_the_auxiliary_loss_of_the_docs_trains_a_part_of_a_custom_network(
     tmp_path: Path,
 ) -> None:
@@ -152,8 +153,8 @@ def test_the_auxiliary_loss_of_the_docs_trains_a_part_of_a_custom_network(
     config = SMALL.replace(
         network=f"{file}:make",
         objective=f"{file}:loss",
-        minibatch_size=8,
-        learning_rate=0.01,
+        minibatch_size=16,
+        learning_rate=0.03,
     )
     policy_loss = load_policy_loss(config)
     agent = Agent(BOX, ACTIONS, config)
@@ -168,7 +169,7 @@ def test_the_auxiliary_loss_of_the_docs_trains_a_part_of_a_custom_network(
         return float(tf.reduce_mean(tf.square(decoded - observation[0])))
 
     before = error()
-    for _ in range(20):
+    for _ in range(12):
         updater.update(rollout, seed=(0, 0))
     assert error() < 0.7 * before
 

@@ -325,8 +325,9 @@ def test_saved_transitions_of_other_observations_are_an_error(tmp_path: Path) ->
         )
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("save_replay", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "save_replay"), [(False, True), (True, True), (True, False)]
+)
 def test_resumed_run_continues_with_the_temperature_and_the_saved_replay(
     tmp_path: Path, overlap: bool, save_replay: bool
 ) -> None:

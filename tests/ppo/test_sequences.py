@@ -46,6 +46,8 @@ EVERYTHING: dict[str, Any] = {
     "max_kl": 10.0,
     "value_clip_range": 0.2,
 }
+#: Sequences as long as the rollout, which is short because each step is traced.
+WHOLE: dict[str, Any] = {"horizon": 6, "minibatch_size": 12}
 
 
 def make(kind: str = "gaussian", **changes: Any) -> Agent:
@@ -134,8 +136,9 @@ def value_of(agent: Agent, observation: np.ndarray, state: Any) -> tf.Tensor:
     return agent.value(features, output)
 
 
-@pytest.mark.parametrize("kind", list(SPACES))
-@pytest.mark.parametrize("num_splits", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "num_splits"), [("gaussian", 1), ("categorical", 2), ("gaussian", 3)]
+)
 def test_the_recurrent_state_depends_on_the_current_episode_only(
     kind: str, num_splits: int
 ) -> None:
@@ -167,14 +170,14 @@ def learner(name: str) -> Learner:
     return {
         "compiled": lambda: learn("gaussian", **EVERYTHING, jit_compile=True),
         "eager": lambda: learn("gaussian", is_eager=True, **EVERYTHING),
-        "categorical": lambda: learn("categorical", minibatch_size=24),
+        "categorical": lambda: learn("categorical", **WHOLE),
     }[name]()
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize(
     ("name", "kind", "changes"),
-    [("compiled", "gaussian", EVERYTHING), ("categorical", "categorical", {})],
+    [("compiled", "gaussian", EVERYTHING), ("categorical", "categorical", WHOLE)],
 )
 def test_the_ratio_is_one_before_the_first_gradient_step(
     name: str, kind: str, changes: dict[str, Any], num_splits: int
@@ -182,7 +185,7 @@ def test_the_ratio_is_one_before_the_first_gradient_step(
     subject = learner(name)
     subject.rewind()
     simulation = acting(subject.agent, kind, num_splits, **changes)
-    for iteration in range(8):
+    for iteration in range(4):
         rollout = simulation.run((1, iteration))
         learned = subject.update_again(rollout, seed=(3, iteration))
         assert learned["ratio_deviation"] < 1e-4

@@ -39,6 +39,8 @@ from tests.ppo.runs import (
     run,
 )
 
+pytestmark = pytest.mark.usefixtures("one_launcher")
+
 #: With several minibatches, the order of the rows affects the parameters.
 SHUFFLED = SMALL.replace(minibatch_size=8)
 
@@ -394,6 +396,7 @@ def test_newest_checkpoint_is_evaluated_on_separate_envs(tmp_path: Path) -> None
     assert caught.value.__notes__ == [shown + "(lowest 3.0, highest 3.0)"]
 
 
+@eagerly()
 def test_only_the_rows_of_a_dead_worker_are_lost(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     marker.touch()

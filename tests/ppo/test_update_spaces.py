@@ -60,8 +60,8 @@ def learner(kind: str) -> Learner:
     """Return a learner; only one kind is compiled, to save time."""
     return {
         "shared": lambda: learn(jit_compile=True),
-        "separate": lambda: learn(shared_torso=False),
         "recurrent": lambda: learn(
+            shared_torso=False,
             recurrent_size=6,
             sequence_length=4,
             objective="clip_and_penalty",
@@ -70,7 +70,7 @@ def learner(kind: str) -> Learner:
     }[kind]()
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate", "recurrent"])
+@pytest.mark.parametrize("kind", ["shared", "recurrent"])
 def test_learning_uses_the_observations_that_the_policy_acted_on(kind: str) -> None:
     subject = learner(kind)
     rollout = subject.rollout
@@ -99,7 +99,7 @@ def test_learning_uses_the_observations_that_the_policy_acted_on(kind: str) -> N
     assert np.isfinite(again).all()
 
 
-@pytest.mark.parametrize("kind", ["shared", "separate", "recurrent"])
+@pytest.mark.parametrize("kind", ["shared", "recurrent"])
 @pytest.mark.parametrize("garbage", [0, 1, 255])
 def test_the_contents_of_invalid_rows_do_not_matter(garbage: int, kind: str) -> None:
     subject = learner(kind)
