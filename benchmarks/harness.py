@@ -41,7 +41,7 @@ class Case:
 
     Attributes:
       open: A module-level function, because it is called in another process. It returns
-        a context manager that yields a `Measure`.
+      a context manager that yields a `Measure`.
     """
 
     name: str

@@ -59,7 +59,7 @@ class Result:
 
     Attributes:
       columns: Maps headings to columns of the table, except the first column, which
-        names the case.
+      names the case.
       shown: Measurements to show in the table instead of `measured`, if any.
       results: Additional results for `result.json`.
     """

@@ -27,9 +27,9 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
         """Create the games.
 
         Args:
-            num_envs: Number of rows, a multiple of the number of agents.
-            game: Name of a module that has a function `parallel_env`.
-            options: Keyword arguments of `parallel_env`.
+          num_envs: Number of rows, a multiple of the number of agents.
+          game: Name of a module that has a function `parallel_env`.
+          options: Keyword arguments of `parallel_env`.
         """
         make = import_module(game).parallel_env
         first = make(**options)

@@ -39,10 +39,10 @@ class MakeEnv(Protocol):
         """Start or connect to a batch of envs.
 
         Args:
-            num_envs: Number of envs.
-            seed: Seed from which the seeds of all envs are derived.
-            is_training: Whether `stagger_episodes`, `training_time_limit` and
-                `min_servers` of the config apply.
+          num_envs: Number of envs.
+          seed: Seed from which the seeds of all envs are derived.
+          is_training: Whether `stagger_episodes`, `training_time_limit` and
+            `min_servers` of the config apply.
         """
 
 
@@ -58,20 +58,20 @@ def env_maker(
     """Return a function that creates the envs for a config.
 
     Args:
-        config: The config; it names the env, its wrappers and its timeouts.
-        addresses: Env servers, such as sim1 or tcp://sim1:5555. Without addresses, the
-            envs run in worker processes on this host.
-        num_workers: Number of local worker processes; one per core by default.
-        import_modules: Modules that register envs or wrappers; local workers import
-            them.
-        autoreset: When an env is reset after an episode; rollouts need "same_step".
-        first_env_index: Index of the first training env among the envs of all learners.
-            The seeds of the envs depend on it.
+      config: The config; it names the env, its wrappers and its timeouts.
+      addresses: Env servers, such as sim1 or tcp://sim1:5555. Without addresses, the
+        envs run in worker processes on this host.
+      num_workers: Number of local worker processes; one per core by default.
+      import_modules: Modules that register envs or wrappers; local workers import
+        them.
+      autoreset: When an env is reset after an episode; rollouts need "same_step".
+      first_env_index: Index of the first training env among the envs of all learners.
+        The seeds of the envs depend on it.
 
     Raises:
-        ConfigError: There are more servers than envs.
-        envserve.errors.AddressError: The host of an address cannot be resolved, or
-            fewer servers than `min_servers` were found.
+      ConfigError: There are more servers than envs.
+      envserve.errors.AddressError: The host of an address cannot be resolved, or
+        fewer servers than `min_servers` were found.
     """
     servers = [server for address in addresses or () for server in resolve(address)]
     count = max(len(servers), config.num_servers)
@@ -151,11 +151,11 @@ def first_step(env: BatchEnv, max_seconds: float = 10.0) -> bool:
     `max_seconds`, or if it masks actions.
 
     Args:
-        env: Batch of one env.
-        max_seconds: Maximum time to wait for the reset and the step.
+      env: Batch of one env.
+      max_seconds: Maximum time to wait for the reset and the step.
 
     Raises:
-        envserve.errors.EnvError: Every reset or every step fails.
+      envserve.errors.EnvError: Every reset or every step fails.
     """
     has_mask = MASK_KEY in getattr(env.observation_space, "spaces", ())
     deadline = time.monotonic() + max_seconds

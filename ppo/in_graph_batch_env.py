@@ -35,17 +35,17 @@ class InGraphBatchEnv:
     otherwise.
 
     Args:
-        env: The envs.
-        actions: Maps policy actions to env actions; by default the adapter that
-            `make_action_adapter` returns for the action space.
+      env: The envs.
+      actions: Maps policy actions to env actions; by default the adapter that
+        `make_action_adapter` returns for the action space.
 
     Attributes:
-        observation_spec: Nest of `tf.TensorSpec` with shapes `[num_envs, ...]`.
-        action_spec: `tf.TensorSpec` of policy actions.
-        host_calls: The calls from a graph into Python.
+      observation_spec: Nest of `tf.TensorSpec` with shapes `[num_envs, ...]`.
+      action_spec: `tf.TensorSpec` of policy actions.
+      host_calls: The calls from a graph into Python.
 
     Raises:
-        UnsupportedSpaceError: The observation or action space is not supported.
+      UnsupportedSpaceError: The observation or action space is not supported.
     """
 
     def __init__(self, env: BatchEnv, actions: ActionAdapter | None = None) -> None:
@@ -79,11 +79,11 @@ class InGraphBatchEnv:
         XLA cannot compile a function that calls this method.
 
         Args:
-            action: Policy actions, with the shape and dtype of `action_spec`.
+          action: Policy actions, with the shape and dtype of `action_spec`.
 
         Returns:
-            The result as tensors, without infos. Envs whose episode has ended are
-            already reset, as in `BatchEnv.step`.
+          The result as tensors, without infos. Envs whose episode has ended are
+          already reset, as in `BatchEnv.step`.
         """
         flags = tf.TensorSpec([self.num_envs], tf.bool)
         specs = StepResult(
@@ -127,9 +127,9 @@ class HostCalls:
         """Call a Python function from the graph; see also `original_errors`.
 
         Args:
-            function: Maps NumPy arrays to NumPy arrays.
-            inputs: Arguments of the function.
-            output_specs: Shapes and dtypes of the returned arrays.
+          function: Maps NumPy arrays to NumPy arrays.
+          inputs: Arguments of the function.
+          output_specs: Shapes and dtypes of the returned arrays.
         """
 
         def record_error(*arrays: np.ndarray) -> Sequence[np.ndarray]:
@@ -170,10 +170,10 @@ def check_finite(
     Observations that are too large for the statistics are also an error.
 
     Args:
-        env: The envs, for the error message.
-        observation: Nest of rows `[n, ...]`.
-        reward: Rewards `[n]`.
-        env_indices: Env index of each row, `[n]`; by default, 0 to n - 1.
+      env: The envs, for the error message.
+      observation: Nest of rows `[n, ...]`.
+      reward: Rewards `[n]`.
+      env_indices: Env index of each row, `[n]`; by default, 0 to n - 1.
     """
     arrays = [("reward", reward)]
     for index, leaf in enumerate(tf.nest.flatten(observation)):

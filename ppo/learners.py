@@ -41,16 +41,16 @@ class Learners:
     in the decisions. With a single learner, the methods add no operations to the graph.
 
     Args:
-        addresses: Addresses of all learners, the chief first.
-        index: Index of this learner in `addresses`.
+      addresses: Addresses of all learners, the chief first.
+      index: Index of this learner in `addresses`.
 
     Attributes:
-        num: Number of learners.
-        index: Index of this learner.
-        is_chief: Whether this is learner 0, which evaluates the agent and
-            writes metrics and checkpoints.
-        wait_seconds: Seconds after a call to `gather` at which pending collectives
-            fail, unless `gather` is called again before.
+      num: Number of learners.
+      index: Index of this learner.
+      is_chief: Whether this is learner 0, which evaluates the agent and
+        writes metrics and checkpoints.
+      wait_seconds: Seconds after a call to `gather` at which pending collectives
+        fail, unless `gather` is called again before.
     """
 
     def __init__(self, addresses: Sequence[str] = ("here",), index: int = 0) -> None:
@@ -66,8 +66,8 @@ class Learners:
         """Wait until all learners are connected; call this before using TensorFlow.
 
         Raises:
-            ConfigError: Another learner has a different list of addresses.
-            LearnerLostError: Another learner did not start in time, or exited.
+          ConfigError: Another learner has a different list of addresses.
+          LearnerLostError: Another learner did not start in time, or exited.
         """
         from tensorflow.python.eager import context  # no public API sets the timeouts
 
@@ -125,8 +125,8 @@ class Learners:
         """Return weighted means of a nest of float32 tensors over all learners.
 
         Args:
-            nest: Tensors of this learner.
-            weight: Scalar weight of this learner's tensors.
+          nest: Tensors of this learner.
+          weight: Scalar weight of this learner's tensors.
         """
         if self.num == 1:
             return nest

@@ -26,9 +26,9 @@ class TrainerMetrics(MetricsPort):
         """Replace the served values.
 
         Args:
-            steps: Env steps of the run so far.
-            row: Maps the names of metrics to their values.
-            stats: Statistics of the envs.
+          steps: Env steps of the run so far.
+          row: Maps the names of metrics to their values.
+          stats: Statistics of the envs.
         """
         self._latest = steps, dict(row), stats
 

@@ -32,14 +32,14 @@ def wait_for_learners(
     """Wait until every learner has called this function.
 
     Args:
-        addresses: Addresses of all learners, the chief first.
-        index: Index of this learner in `addresses`.
-        timeout_seconds: Maximum time to wait.
+      addresses: Addresses of all learners, the chief first.
+      index: Index of this learner in `addresses`.
+      timeout_seconds: Maximum time to wait.
 
     Raises:
-        ConfigError: Another learner has a different list of addresses.
-        LearnerLostError: Another learner did not start in time, or this learner's port
-            cannot be opened.
+      ConfigError: Another learner has a different list of addresses.
+      LearnerLostError: Another learner did not start in time, or this learner's port
+        cannot be opened.
     """
     deadline = time.monotonic() + timeout_seconds
     reason = "no connection"
@@ -85,7 +85,7 @@ def _accept_learners(addresses: Sequence[str], deadline: float) -> list[int]:
     """Accept the connections of all other learners; only the chief calls this function.
 
     Returns:
-        The indices of the learners that did not connect before `deadline`.
+      The indices of the learners that did not connect before `deadline`.
     """
     port = addresses[0].rpartition(":")[2]
     is_dual = socket.has_dualstack_ipv6()
@@ -144,8 +144,8 @@ def _read_index(
     """Return the index that a learner has sent; None if the line is incomplete.
 
     Raises:
-        ConfigError: The learner has a different list of addresses.
-        OSError: The peer is not a learner.
+      ConfigError: The learner has a different list of addresses.
+      OSError: The peer is not a learner.
     """
     if not line.endswith(b"\n"):
         return None

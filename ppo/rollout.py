@@ -74,10 +74,10 @@ def allocate_rollout(
     """Return a rollout of zeros.
 
     Args:
-        env: Determines the shapes and dtypes of observations and actions.
-        horizon: T, the number of batch steps.
-        state_sizes: Number of units of each recurrent core.
-        num_sequences: K, the number of states that are stored for each core.
+      env: Determines the shapes and dtypes of observations and actions.
+      horizon: T, the number of batch steps.
+      state_sizes: Number of units of each recurrent core.
+      num_sequences: K, the number of states that are stored for each core.
     """
 
     def rows(spec: tf.TensorSpec, length: int) -> np.ndarray:
@@ -113,14 +113,14 @@ class SplitRows:
     arrays, and `copy_result` copies them into the rollout.
 
     Args:
-        rollout: The rollout to fill.
-        env_indices: Indices of the split's envs, in ascending order.
-        horizon: T, the number of batch steps.
+      rollout: The rollout to fill.
+      env_indices: Indices of the split's envs, in ascending order.
+      horizon: T, the number of batch steps.
 
     Attributes:
-        env_indices: Indices of the split's envs.
-        rows: Index of the split's rows in an array `[B, ...]`: a slice if they are
-            contiguous, otherwise `env_indices`.
+      env_indices: Indices of the split's envs.
+      rows: Index of the split's rows in an array `[B, ...]`: a slice if they are
+        contiguous, otherwise `env_indices`.
     """
 
     def __init__(self, rollout: Rollout, env_indices: np.ndarray, horizon: int) -> None:
@@ -156,10 +156,10 @@ class SplitRows:
         """Store the policy's outputs for all steps.
 
         Args:
-            action: `[T, n, ...]`.
-            log_prob: `[T, n]`.
-            state: For each recurrent core, its state before the first step of each
-                sequence, `[K, n, units]`.
+          action: `[T, n, ...]`.
+          log_prob: `[T, n]`.
+          state: For each recurrent core, its state before the first step of each
+            sequence, `[K, n, units]`.
         """
         self._rollout.action[:, self.rows] = action
         self._rollout.log_prob[:, self.rows] = log_prob
@@ -236,8 +236,8 @@ def num_non_finite(rollout: Rollout, infos: Mapping[tuple[int, int], Any]) -> in
     """Return the number of rows that were lost because of NaN or infinity.
 
     Args:
-        rollout: The rollout.
-        infos: Infos by step and env index; the info of a lost row describes the fault.
+      rollout: The rollout.
+      infos: Infos by step and env index; the info of a lost row describes the fault.
     """
     faults = [info.get("fault") for at, info in infos.items() if not rollout.valid[at]]
     texts = [str(fault.get("text")) for fault in faults if isinstance(fault, dict)]
@@ -250,8 +250,8 @@ class EpisodeTracker:
     An episode with an invalid step is not counted, because its return is unknown.
 
     Attributes:
-        consecutive_lost: For each env, the number of episodes with an invalid step
-            since its last complete episode, int64 `[num_envs]`.
+      consecutive_lost: For each env, the number of episodes with an invalid step
+        since its last complete episode, int64 `[num_envs]`.
     """
 
     def __init__(self, num_envs: int) -> None:
@@ -267,8 +267,8 @@ class EpisodeTracker:
         """Add the next rollout; return the episodes that it completes, in step order.
 
         Args:
-            rollout: The rollout.
-            infos: Infos of the steps that ended an episode, by step and env index.
+          rollout: The rollout.
+          infos: Infos of the steps that ended an episode, by step and env index.
         """
         episodes = []
         ends = rollout.done
@@ -307,7 +307,7 @@ class LostSteps:
     """Counts steps that were lost because envs failed; raises if there are too many.
 
     Attributes:
-        total: Number of lost steps so far.
+      total: Number of lost steps so far.
     """
 
     def __init__(self) -> None:
@@ -318,15 +318,15 @@ class LostSteps:
         """Add an iteration.
 
         Args:
-            lost: Number of steps lost in the iteration.
-            steps: Total number of steps in the iteration.
-            lost_in_a_row: Number of consecutive episodes that every env has lost, that
-                is, the minimum over envs.
+          lost: Number of steps lost in the iteration.
+          steps: Total number of steps in the iteration.
+          lost_in_a_row: Number of consecutive episodes that every env has lost, that
+            is, the minimum over envs.
 
         Raises:
-            EnvsLostError: All steps of the iteration were lost, or more than 90 % in
-                each of the last 10 iterations; or every env has lost its last 50
-                episodes.
+          EnvsLostError: All steps of the iteration were lost, or more than 90 % in
+            each of the last 10 iterations; or every env has lost its last 50
+            episodes.
         """
         self.total += lost
         is_poor = steps - lost < _MIN_VALID_FRACTION * steps

@@ -62,43 +62,43 @@ class Simulation:
     The first three arguments suffice, unless the policy is recurrent.
 
     Args:
-        env: The envs. They are reset when the first rollout starts. Each later rollout
-            continues where the previous one ended.
-        policy: Function `(observation, seed) -> (action, log_prob)` of tensors. Its
-            arguments are the observations of one split, `[n, ...]`, and an int32 pair,
-            which differs in every step. It returns policy actions (see
-            `InGraphBatchEnv`) and their log-probabilities `[n]`. It is traced into a
-            graph once per split. With `noise`, noise `[n, ...]` replaces the seed. A
-            recurrent policy takes its states `[n, units]` as further arguments, and
-            also returns the states after the observation.
-        horizon: T, the number of batch steps per rollout.
-        on_step: Called after every batch step, or, with `act_on` below 1, whenever rows
-            have arrived. An exception ends the rollout.
-        snapshot: Returns tensors that the policy receives as its first argument in all
-            steps of a rollout; called once per rollout.
-        in_numpy: Called once per rollout with a snapshot and a maximum number of rows;
-            returns the policy as a function of NumPy arrays, or None if the policy
-            exists only in TensorFlow. See `Agent.in_numpy`.
-        log_prob: Maps all actions `[N, ...]` and the second output of the policy to
-            log-probabilities `[N]`; called once per rollout. By default the second
-            output is returned unchanged.
-        noise: Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
-            is called once per rollout for all rows, so the noise of a row does not
-            depend on the splits.
-        state_sizes: Number of units of each recurrent core. The states are zero at
-            the start of an episode, and are kept from rollout to rollout.
-        sequence_length: Number of batch steps between the states that the rollout
-            stores; must divide the horizon. By default, the horizon.
-        act_on: Fraction of the rows that must have arrived before the policy acts on
-            them. A fraction below 1 requires `noise`, a policy that accepts any number
-            of rows, and envs with a single split. The rows of a worker arrive together.
-        num_rollouts: Number of rollouts with separate arrays, which are reused
-            cyclically. A rollout is overwritten by the `num_rollouts`-th call to `run`
-            after it.
+      env: The envs. They are reset when the first rollout starts. Each later rollout
+        continues where the previous one ended.
+      policy: Function `(observation, seed) -> (action, log_prob)` of tensors. Its
+        arguments are the observations of one split, `[n, ...]`, and an int32 pair,
+        which differs in every step. It returns policy actions (see
+        `InGraphBatchEnv`) and their log-probabilities `[n]`. It is traced into a
+        graph once per split. With `noise`, noise `[n, ...]` replaces the seed. A
+        recurrent policy takes its states `[n, units]` as further arguments, and
+        also returns the states after the observation.
+      horizon: T, the number of batch steps per rollout.
+      on_step: Called after every batch step, or, with `act_on` below 1, whenever rows
+        have arrived. An exception ends the rollout.
+      snapshot: Returns tensors that the policy receives as its first argument in all
+        steps of a rollout; called once per rollout.
+      in_numpy: Called once per rollout with a snapshot and a maximum number of rows;
+        returns the policy as a function of NumPy arrays, or None if the policy
+        exists only in TensorFlow. See `Agent.in_numpy`.
+      log_prob: Maps all actions `[N, ...]` and the second output of the policy to
+        log-probabilities `[N]`; called once per rollout. By default the second
+        output is returned unchanged.
+      noise: Maps a number of rows and a seed (int32 pair) to noise `[rows, ...]`. It
+        is called once per rollout for all rows, so the noise of a row does not
+        depend on the splits.
+      state_sizes: Number of units of each recurrent core. The states are zero at
+        the start of an episode, and are kept from rollout to rollout.
+      sequence_length: Number of batch steps between the states that the rollout
+        stores; must divide the horizon. By default, the horizon.
+      act_on: Fraction of the rows that must have arrived before the policy acts on
+        them. A fraction below 1 requires `noise`, a policy that accepts any number
+        of rows, and envs with a single split. The rows of a worker arrive together.
+      num_rollouts: Number of rollouts with separate arrays, which are reused
+        cyclically. A rollout is overwritten by the `num_rollouts`-th call to `run`
+        after it.
 
     Attributes:
-        infos: Infos of the steps that ended an episode in the last rollout, by step and
-            env index.
+      infos: Infos of the steps that ended an episode in the last rollout, by step and
+        env index.
     """
 
     def __init__(
@@ -169,19 +169,19 @@ class Simulation:
         tensors. Call that `tf.function` within `InGraphBatchEnv.original_errors`.
 
         Args:
-            seed: Seed of the noise, an int32 pair. Use a different one for each
-                rollout.
-            snapshot: Tensors or variables for the policy, in place of the result of
-                the constructor's `snapshot`.
-            reset: Whether to reset all envs first, as in the first rollout.
+          seed: Seed of the noise, an int32 pair. Use a different one for each
+            rollout.
+          snapshot: Tensors or variables for the policy, in place of the result of
+            the constructor's `snapshot`.
+          reset: Whether to reset all envs first, as in the first rollout.
 
         Returns:
-            The rollout. A later call overwrites its arrays; see `num_rollouts`.
+          The rollout. A later call overwrites its arrays; see `num_rollouts`.
 
         Raises:
-            EnvDataError: A reward or an observation is not finite.
-            DivergedError: An action or a log-probability is not finite.
-            envserve.errors.EnvserveError: The envs failed.
+          EnvDataError: A reward or an observation is not finite.
+          DivergedError: An action or a log-probability is not finite.
+          envserve.errors.EnvserveError: The envs failed.
         """
         if tf.inside_function():
             return self._run_in_graph(seed, snapshot, reset=reset)
@@ -307,13 +307,13 @@ class Simulation:
         """Run the policy in NumPy and step the envs until the end of the rollout.
 
         Args:
-            act: The policy.
-            noise: Noise of each split, `[T, n, ...]`.
-            states: The states of each split.
+          act: The policy.
+          noise: Noise of each split, `[T, n, ...]`.
+          states: The states of each split.
 
         Returns:
-            For each split, the outputs of the policy, `[T, n, ...]`, and the states
-            after the rollout.
+          For each split, the outputs of the policy, `[T, n, ...]`, and the states
+          after the rollout.
         """
         splits, num_splits = self._splits, len(self._splits)
         outputs: list[list[tuple[Any, ...]]] = [[] for _ in splits]
@@ -419,13 +419,13 @@ class Simulation:
         """Act on rows as they arrive, until each row has taken T steps.
 
         Args:
-            act: The policy.
-            noise: Noise `[T, B, ...]`.
-            states: The states of all rows.
+          act: The policy.
+          noise: Noise `[T, B, ...]`.
+          states: The states of all rows.
 
         Returns:
-            The outputs of the policy, `[T, B, ...]`, and the states after the rollout,
-            each for the only split.
+          The outputs of the policy, `[T, B, ...]`, and the states after the rollout,
+          each for the only split.
         """
         batch, rollout, horizon = self._env.env, self._rollout, self._horizon
         observations = tf.nest.flatten(rollout.observation)
@@ -508,8 +508,8 @@ class Simulation:
         """Store the policy outputs of a split, and compute their log-probabilities.
 
         Args:
-            split: The rows of the split.
-            outputs: The outputs of all T steps, `[T, n, ...]`.
+          split: The rows of the split.
+          outputs: The outputs of all T steps, `[T, n, ...]`.
         """
         action, policy_params, states = outputs
         # Do not use a `tf.function`: TensorFlow would run it in another thread, and
@@ -549,9 +549,9 @@ class Simulation:
         With several splits, this is the observation of the following split.
 
         Args:
-            index: Index of the split.
-            step: Index of the batch step.
-            env_action: Actions of the split's envs, `[n, ...]`.
+          index: Index of the split.
+          step: Index of the batch step.
+          env_action: Actions of the split's envs, `[n, ...]`.
         """
         split, batch = self._splits[index], self._env.env
         try:
@@ -611,9 +611,9 @@ class Simulation:
         Called after `BatchEnv` has rejected the actions, to find the cause.
 
         Args:
-            env_indices: Index of each row's env, `[n]`.
-            leaves: Observations, `[n, ...]` each.
-            env_action: Actions, `[n, ...]`.
+          env_indices: Index of each row's env, `[n]`.
+          leaves: Observations, `[n, ...]` each.
+          env_action: Actions, `[n, ...]`.
         """
         check_finite(self._env.env, leaves, np.zeros(len(env_indices)), env_indices)
         if env_action.dtype.kind == "f":

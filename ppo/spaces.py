@@ -60,11 +60,11 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
     """Turn Dict and Tuple spaces into dicts and tuples of their leaf spaces.
 
     Returns:
-        A `tf.nest` structure whose leaves are Box, Discrete, MultiBinary or
-        MultiDiscrete spaces.
+      A `tf.nest` structure whose leaves are Box, Discrete, MultiBinary or
+      MultiDiscrete spaces.
 
     Raises:
-        UnsupportedSpaceError: A leaf is any other kind of space, or has no elements.
+      UnsupportedSpaceError: A leaf is any other kind of space, or has no elements.
     """
     if isinstance(space, gymnasium.spaces.Dict):
         return {
@@ -96,7 +96,7 @@ def observation_leaves(space: gymnasium.Space[Any]) -> Any:
     """Return `space_leaves` of an observation space.
 
     Raises:
-        UnsupportedSpaceError: The space is not supported, or has no leaves.
+      UnsupportedSpaceError: The space is not supported, or has no leaves.
     """
     leaves = space_leaves(space)
     if not any(True for _ in flat_leaves(leaves)):
@@ -115,12 +115,12 @@ def check_spaces(
     """Check the types of the spaces of one env.
 
     Args:
-        algorithm: The setting `algorithm`; "sac" supports fewer spaces.
-        observation_space: The observation space.
-        action_space: The action space.
+      algorithm: The setting `algorithm`; "sac" supports fewer spaces.
+      observation_space: The observation space.
+      action_space: The action space.
 
     Raises:
-        UnsupportedSpaceError: A space is not supported.
+      UnsupportedSpaceError: A space is not supported.
     """
     leaves = list(flat_leaves(observation_leaves(observation_space)))
     if algorithm == "sac" and (
@@ -141,7 +141,7 @@ def check_action_space(space: gymnasium.Space[Any]) -> None:
     """Check the type of an action space, and that it has at least one element.
 
     Raises:
-        UnsupportedSpaceError: The space is not supported.
+      UnsupportedSpaceError: The space is not supported.
     """
     if leaf_kind(space) is None:
         raise UnsupportedSpaceError(

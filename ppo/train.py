@@ -91,34 +91,34 @@ def train(
     ends, and a checkpoint of the last complete iteration is written.
 
     Args:
-        config: All settings.
-        run_folder: Folder for metrics and checkpoints.
-        make_env: Creates the envs, which are closed at the end.
-        resume: Whether to continue from the newest checkpoint of the folder. A run that
-            ended before its first checkpoint starts from the beginning.
-        on_progress: Called after every iteration. Raising an exception ends training.
-        should_stop: Called after every iteration. Training ends if it returns true.
-        on_step: Called after every batch step. Raising an exception other than
-            `TrainingStopped` ends training immediately, without a checkpoint.
-        learners: The connected learners of the run. Only the chief evaluates and saves.
+      config: All settings.
+      run_folder: Folder for metrics and checkpoints.
+      make_env: Creates the envs, which are closed at the end.
+      resume: Whether to continue from the newest checkpoint of the folder. A run that
+        ended before its first checkpoint starts from the beginning.
+      on_progress: Called after every iteration. Raising an exception ends training.
+      should_stop: Called after every iteration. Training ends if it returns true.
+      on_step: Called after every batch step. Raising an exception other than
+        `TrainingStopped` ends training immediately, without a checkpoint.
+      learners: The connected learners of the run. Only the chief evaluates and saves.
 
     Returns:
-        The agent and the results of the run; a final checkpoint has been written.
+      The agent and the results of the run; a final checkpoint has been written.
 
     Raises:
-        BadInputError: The config does not match the envs, the checkpoint or the user
-            code.
-        CallbackError: A callback failed; a checkpoint has been written.
-        RunLockedError: Another process is training the run.
-        RunWriteError: The run folder cannot be written.
-        EnvDataError: An env returned numbers that are not finite; a checkpoint has been
-            written.
-        EnvsLostError: Too many env steps were lost; a checkpoint has been written.
-        LearnerLostError: Another learner failed; the newest checkpoint is unchanged.
-        DivergedError: The policy's outputs or the gradients are not finite; no
-            checkpoint of the diverged networks is written.
-        envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
-            has been written.
+      BadInputError: The config does not match the envs, the checkpoint or the user
+        code.
+      CallbackError: A callback failed; a checkpoint has been written.
+      RunLockedError: Another process is training the run.
+      RunWriteError: The run folder cannot be written.
+      EnvDataError: An env returned numbers that are not finite; a checkpoint has been
+        written.
+      EnvsLostError: Too many env steps were lost; a checkpoint has been written.
+      LearnerLostError: Another learner failed; the newest checkpoint is unchanged.
+      DivergedError: The policy's outputs or the gradients are not finite; no
+        checkpoint of the diverged networks is written.
+      envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
+        has been written.
     """
     algorithm = load_algorithm(config)
     if learners.num > 1 and not algorithm.supports_several_learners:
@@ -324,8 +324,8 @@ def _first_counters(run_folder: RunFolder) -> Counters:
     """Return the counters of a run to resume; zeros if it has no checkpoint yet.
 
     Raises:
-        CheckpointError: There is no checkpoint, although the run has completed more
-            than one iteration.
+      CheckpointError: There is no checkpoint, although the run has completed more
+        than one iteration.
     """
     is_at_start = last_iteration(run_folder.metrics_path) <= 1
     if is_at_start and not run_folder.has_checkpoint():

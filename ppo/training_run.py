@@ -43,13 +43,13 @@ class TrainingRun:
     """State of a training run; callbacks receive it as their first argument.
 
     Attributes:
-        config: The settings.
-        agent: The agent being trained.
-        algorithm: The algorithm that trains the agent.
-        env: The training envs. Callbacks may use `set_attr`, `get_attr` and
-            `call_each`, but must not step or reset the envs.
-        counters: Iterations and env steps of the run, also from before a resume.
-        rollout: The last rollout.
+      config: The settings.
+      agent: The agent being trained.
+      algorithm: The algorithm that trains the agent.
+      env: The training envs. Callbacks may use `set_attr`, `get_attr` and
+        `call_each`, but must not step or reset the envs.
+      counters: Iterations and env steps of the run, also from before a resume.
+      rollout: The last rollout.
     """
 
     def __init__(

@@ -38,12 +38,12 @@ def load_user_code(setting: str, name: str) -> Callable[..., Any]:
     """Return the function or class that a setting names.
 
     Args:
-        setting: The key of the setting, for error messages.
-        name: `package.module:NAME` or `path/to/file.py:NAME`.
+      setting: The key of the setting, for error messages.
+      name: `package.module:NAME` or `path/to/file.py:NAME`.
 
     Raises:
-        ConfigError: The module, the file or the name in it does not exist, or the
-            import fails.
+      ConfigError: The module, the file or the name in it does not exist, or the
+        import fails.
     """
     source, attribute = split_reference(name)
     path = os.path.abspath(source) if source.endswith(".py") else None
@@ -80,10 +80,10 @@ def user_code_errors(
     """Turn exceptions of user code into one-line errors with the file and line.
 
     Args:
-        what: The setting and its value, with which the message begins.
-        code: The user's function or class, or the path of the user's file.
-        kind: Type of the new exception; exceptions of this type and TrainingStopped
-            are re-raised unchanged.
+      what: The setting and its value, with which the message begins.
+      code: The user's function or class, or the path of the user's file.
+      kind: Type of the new exception; exceptions of this type and TrainingStopped
+        are re-raised unchanged.
     """
     try:
         yield
@@ -107,8 +107,8 @@ def source_location(code: Any, error: BaseException | None = None) -> str:
     the definition of `code` if there is no such line.
 
     Args:
-        code: A function, a class, or the path of a file.
-        error: An exception that the code raised.
+      code: A function, a class, or the path of a file.
+      error: An exception that the code raised.
     """
     file, line = code if isinstance(code, str) else None, 0
     with contextlib.suppress(TypeError, OSError):
@@ -124,8 +124,8 @@ def check_metric_names(names: Iterable[Any]) -> None:
     """Check that names of metrics can be written to files.
 
     Raises:
-        TypeError: A name is not a string.
-        UnicodeEncodeError: A name contains a surrogate, which UTF-8 cannot encode.
+      TypeError: A name is not a string.
+      UnicodeEncodeError: A name contains a surrogate, which UTF-8 cannot encode.
     """
     for name in names:
         if not isinstance(name, str):
@@ -139,9 +139,9 @@ class Callbacks:
     Classes are instantiated once, when this object is created.
 
     Raises:
-        ConfigError: A function or class does not exist, a class cannot be instantiated,
-            a callback does not accept the arguments run, metrics and rollout, or an
-            instance of a class has neither `__call__` nor `before_update`.
+      ConfigError: A function or class does not exist, a class cannot be instantiated,
+        a callback does not accept the arguments run, metrics and rollout, or an
+        instance of a class has neither `__call__` nor `before_update`.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -161,8 +161,8 @@ class Callbacks:
         """Call all callbacks and return the metrics that they add.
 
         Raises:
-            CallbackError: A callback raised an exception, stepped or reset the training
-                envs, or did not return a dict from names to numbers.
+          CallbackError: A callback raised an exception, stepped or reset the training
+            envs, or did not return a dict from names to numbers.
         """
         return self._call(
             run, metrics, lambda callback: callback if callable(callback) else None
@@ -174,7 +174,7 @@ class Callbacks:
         The method takes the run and the rollout, and may change the rollout's rewards.
 
         Raises:
-            CallbackError: As in `__call__`, or a reward is not finite afterwards.
+          CallbackError: As in `__call__`, or a reward is not finite afterwards.
         """
 
         def before_update_of(callback: Any) -> Any:

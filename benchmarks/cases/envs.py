@@ -65,7 +65,7 @@ class SleepEnv(_ConstantEnv):
           reset_seconds: Duration of a reset.
           episode_length: Steps per episode; 0 for episodes that never end.
           is_staggered: Whether the first episode of each env is shorter, by a number of
-            steps that depends on its seed.
+          steps that depends on its seed.
         """
         super().__init__(spaces.Box(-1.0, 1.0, (4,), np.float32), episode_length)
         self._is_staggered = is_staggered

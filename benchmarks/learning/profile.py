@@ -139,9 +139,9 @@ def longest_worker(spent: np.ndarray, workers: int, cores: int) -> float:
     divided by `cores`. Workers that outnumber the cores cannot all run simultaneously.
 
     Args:
-        spent: Time of each env, in row order.
-        workers: Number of processes; each steps an equal share of the rows.
-        cores: Number of processes that can run at the same time.
+      spent: Time of each env, in row order.
+      workers: Number of processes; each steps an equal share of the rows.
+      cores: Number of processes that can run at the same time.
     """
     per_worker = [part.sum() for part in np.array_split(spent, workers)]
     return float(max(*per_worker, spent.sum() / cores))

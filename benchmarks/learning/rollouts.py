@@ -26,9 +26,9 @@ class RolloutLoad:
     """The envs and the rollout length of a case.
 
     Attributes:
-        load: The envs, and the duration of a measurement.
-        horizon: Batch steps per rollout.
-        binds: Addresses of the servers; if empty, the envs run in-process.
+      load: The envs, and the duration of a measurement.
+      horizon: Batch steps per rollout.
+      binds: Addresses of the servers; if empty, the envs run in-process.
     """
 
     load: Workload
@@ -66,9 +66,9 @@ def repeating(run: Callable[[], Any], batch_steps: int, seconds: float) -> Measu
     """Return a function that calls `run` for some seconds and measures its duration.
 
     Args:
-        run: The function to measure.
-        batch_steps: Number of batch steps in each call to `run`.
-        seconds: Minimum duration of a measurement.
+      run: The function to measure.
+      batch_steps: Number of batch steps in each call to `run`.
+      seconds: Minimum duration of a measurement.
     """
     run()
 
@@ -90,10 +90,10 @@ def rollouts(
     """Return a `Simulation` of an agent with the default networks.
 
     Args:
-        batch: The envs.
-        work: Provides the horizon.
-        in_numpy: Whether the policy runs in NumPy, or in TensorFlow.
-        act_on: See `Simulation`.
+      batch: The envs.
+      work: Provides the horizon.
+      in_numpy: Whether the policy runs in NumPy, or in TensorFlow.
+      act_on: See `Simulation`.
     """
     load_tensorflow()
     from ppo.in_graph_batch_env import InGraphBatchEnv

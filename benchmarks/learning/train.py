@@ -142,8 +142,8 @@ def paused_training(
     """Run `ppo.train.train` in a thread, and stop it at the end of the `with` block.
 
     Yields:
-        A gate that lets iterations of the training pass, and the path of the run
-        folder. No iteration has passed yet.
+      A gate that lets iterations of the training pass, and the path of the run
+      folder. No iteration has passed yet.
     """
     load_tensorflow()
     from ppo.environments import env_maker
@@ -274,7 +274,7 @@ class _Clock:
     """Measures the total duration of function calls.
 
     Attributes:
-        seconds: Maps names of functions to their total durations.
+      seconds: Maps names of functions to their total durations.
     """
 
     def __init__(self) -> None:

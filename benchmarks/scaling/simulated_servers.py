@@ -73,7 +73,7 @@ class SimulatedServer:
       address: Address at which it listens.
       socket: ROUTER socket.
       due: Operations in progress, each with the monotonic time at which it completes,
-        its session and its outcomes.
+      its session and its outcomes.
     """
 
     def __init__(

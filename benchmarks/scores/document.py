@@ -51,7 +51,7 @@ def write_document(path: Path, scores: Mapping[str, Sequence[Score]]) -> None:
     """Replace the tables between the marks `scores` in a Markdown document.
 
     Raises:
-        ValueError: The marks are missing.
+      ValueError: The marks are missing.
     """
     tables = "\n".join(
         [

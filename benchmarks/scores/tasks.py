@@ -30,9 +30,9 @@ class Task:
 
     Attributes:
       measure: Measure of the goal. "E" is the mean return of episodes at the end. "B"
-        is the best of 20 evaluations during training, averaged over seeds. For "M",
-        each evaluation is averaged over seeds, and the best average counts. All
-        measures use the most likely actions, and env seeds that training never used.
+      is the best of 20 evaluations during training, averaged over seeds. For "M",
+      each evaluation is averaged over seeds, and the best average counts. All
+      measures use the most likely actions, and env seeds that training never used.
       num_seeds: Number of seeds, which are 0, 1, ...
       goal: Score to reach.
       anchors: Published scores with their measures; the goal's measure comes first.

@@ -27,7 +27,7 @@ class ProcessUsage(NamedTuple):
 
     Attributes:
       state: State, as named by psutil. A zombie has exited, but its parent has not read
-        its exit status.
+      its exit status.
       resident_bytes: Resident memory, including shared pages.
       num_files: Number of open file descriptors; 0 if it cannot be read.
     """

@@ -32,22 +32,22 @@ class Agent:
     function's core.
 
     Args:
-        observation_space: Observation space of one env.
-        action_space: Action space of one env.
-        config: The settings of the networks and of the action distribution.
+      observation_space: Observation space of one env.
+      action_space: Action space of one env.
+      config: The settings of the networks and of the action distribution.
 
     Attributes:
-        actions: Adapter between policy outputs, actions and env actions.
-        preprocess: Preprocessor that turns raw observations into features.
-        cores: Recurrent cores of the policy and of the value function, or empty.
-        state_sizes: Number of units of each recurrent core.
-        trainable_variables: Keras variables that the optimizer updates; the
-            variables of the recurrent cores come last.
-        trackables: Objects that a checkpoint must store, by name.
+      actions: Adapter between policy outputs, actions and env actions.
+      preprocess: Preprocessor that turns raw observations into features.
+      cores: Recurrent cores of the policy and of the value function, or empty.
+      state_sizes: Number of units of each recurrent core.
+      trainable_variables: Keras variables that the optimizer updates; the
+        variables of the recurrent cores come last.
+      trackables: Objects that a checkpoint must store, by name.
 
     Raises:
-        UnsupportedSpaceError: A space is not supported.
-        ConfigError: A custom network cannot be loaded or does not match the spaces.
+      UnsupportedSpaceError: A space is not supported.
+      ConfigError: A custom network cannot be loaded or does not match the spaces.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Agent:
         """Sample an action per row of a raw observation.
 
         Args:
-            observation: Raw observation, rows `[N, ...]`.
-            seed: int32 pair; the same seed samples the same actions.
-            state: States of the recurrent cores, float32 `[N, units]` each; zero at the
-                start of an episode.
+          observation: Raw observation, rows `[N, ...]`.
+          seed: int32 pair; the same seed samples the same actions.
+          state: States of the recurrent cores, float32 `[N, units]` each; zero at the
+            start of an episode.
 
         Returns:
-            Actions, int64 `[N]` for Discrete and otherwise float32 or int64 `[N, A]`;
-            log-probabilities `[N]`; and the states after this observation.
+          Actions, int64 `[N]` for Discrete and otherwise float32 or int64 `[N, A]`;
+          log-probabilities `[N]`; and the states after this observation.
         """
         noise = self.actions.noise(_num_rows(observation), seed)
         return self._act_now(observation, noise, state)
@@ -123,14 +123,14 @@ class Agent:
         for many steps is faster than one call per step.
 
         Args:
-            snapshot: Result of `snapshot`, or None for the current parameters.
-            observation: Raw observation, rows `[N, ...]`.
-            noise: Result of `actions.noise` for N rows.
-            state: States of the recurrent cores; see `act`.
+          snapshot: Result of `snapshot`, or None for the current parameters.
+          observation: Raw observation, rows `[N, ...]`.
+          noise: Result of `actions.noise` for N rows.
+          state: States of the recurrent cores; see `act`.
 
         Returns:
-            Actions, as from `act`; the parameters of their distributions, for
-            `log_prob`; and the states after this observation.
+          Actions, as from `act`; the parameters of their distributions, for
+          `log_prob`; and the states after this observation.
         """
         replaced, scales = [], None
         if snapshot is not None:
@@ -150,12 +150,12 @@ class Agent:
         followed by the results of `act_from`.
 
         Args:
-            snapshot: Result of `snapshot`.
-            num_rows: Largest number of rows.
+          snapshot: Result of `snapshot`.
+          num_rows: Largest number of rows.
 
         Returns:
-            The function, or None if a network has no NumPy form. None for a subclass,
-            which may have changed the policy, unless it overrides this method.
+          The function, or None if a network has no NumPy form. None for a subclass,
+          which may have changed the policy, unless it overrides this method.
         """
         values, scales = snapshot
         networks = self._networks
@@ -192,8 +192,8 @@ class Agent:
         """Return log-probabilities `[N]` of actions.
 
         Args:
-            action: Actions from `act_from`, `[N, ...]`.
-            parameters: Distribution parameters from `act_from`, `[N, ...]`.
+          action: Actions from `act_from`, `[N, ...]`.
+          parameters: Distribution parameters from `act_from`, `[N, ...]`.
         """
         return self.distribution_from(parameters).log_prob(action)
 
@@ -253,9 +253,9 @@ class Agent:
         """Return the inputs of the recurrent cores, `[N, D]` each.
 
         Args:
-            features: Preprocessed rows `[N, ...]`.
-            count: Number of cores: 1 for the policy's core only, 2 to include the value
-                function's core.
+          features: Preprocessed rows `[N, ...]`.
+          count: Number of cores: 1 for the policy's core only, 2 to include the value
+            function's core.
         """
         networks = self._networks
         inputs, _ = self.preprocess.inputs(features)

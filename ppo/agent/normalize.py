@@ -16,10 +16,10 @@ class RunningMoments:
     """Running mean and variance of rows, in TensorFlow variables.
 
     Args:
-        shape: Shape of a row.
+      shape: Shape of a row.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name.
+      trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -53,9 +53,9 @@ class RunningMoments:
         """Update the statistics with the rows of `values` where `mask` is true.
 
         Args:
-            values: Rows `[N, ...]` of any numeric dtype.
-            mask: Bool `[N]`.
-            learners: The group of learners; the rows of all learners are used.
+          values: Rows `[N, ...]` of any numeric dtype.
+          mask: Bool `[N]`.
+          learners: The group of learners; the rows of all learners are used.
         """
         self._merge(tf.cast(values, tf.float64), mask, learners)
 
@@ -93,12 +93,12 @@ class RunningMoments:
         would lose precision in float32.
 
         Args:
-            values: Rows `[N, ...]`.
-            clip: Maximum absolute value of the results.
-            scale: An earlier value of the property `scale`; the current one by default.
+          values: Rows `[N, ...]`.
+          clip: Maximum absolute value of the results.
+          scale: An earlier value of the property `scale`; the current one by default.
 
         Returns:
-            float32 `[N, ...]`.
+          float32 `[N, ...]`.
         """
         mean, factor = scale or self.scale
         scaled = (tf.cast(values, tf.float64) - mean) * factor
@@ -113,9 +113,9 @@ class RunningMoments:
         The function maps arrays `[N, ...]` to float64 arrays `[N, ...]`.
 
         Args:
-            clip: See `normalize`.
-            scale: See `normalize`.
-            num_rows: Maximum N of a call of the function.
+          clip: See `normalize`.
+          scale: See `normalize`.
+          num_rows: Maximum N of a call of the function.
         """
         mean, factor = (np.repeat(x.numpy()[None], num_rows, axis=0) for x in scale)
         low, high = np.array(-clip), np.array(clip)  # avoids a conversion per call
@@ -136,8 +136,8 @@ class ReturnScale:
     starts at 0 in each episode (Engstrom et al. 2020). No mean is subtracted.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name. These do not include
-            the returns of current episodes, because a resumed run starts new episodes.
+      trackables: Objects that a checkpoint must store, by name. These do not include
+        the returns of current episodes, because a resumed run starts new episodes.
     """
 
     def __init__(self, num_envs: int, discount: float) -> None:
@@ -163,10 +163,10 @@ class ReturnScale:
         """Update the statistics with the rewards of a rollout.
 
         Args:
-            reward: float `[T, B]`.
-            done: bool `[T, B]`; whether the episode ended.
-            valid: bool `[T, B]`; invalid rows are ignored.
-            learners: The group of learners; the returns of all learners are used.
+          reward: float `[T, B]`.
+          done: bool `[T, B]`; whether the episode ended.
+          valid: bool `[T, B]`; invalid rows are ignored.
+          learners: The group of learners; the returns of all learners are used.
         """
         returns = np.where(valid, reward, 0.0)
         discounts = np.where(done | ~valid, 0.0, self._discount)

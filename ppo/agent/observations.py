@@ -26,12 +26,12 @@ class ObservationPreprocessor:
     features into network inputs.
 
     Args:
-        space: Observation space of one env.
-        normalize: Whether to normalise Box leaves that are not images.
-        clip: Maximum absolute value of normalised observations.
+      space: Observation space of one env.
+      normalize: Whether to normalise Box leaves that are not images.
+      clip: Maximum absolute value of normalised observations.
 
     Attributes:
-        trackables: Objects that a checkpoint must store, by name.
+      trackables: Objects that a checkpoint must store, by name.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class ObservationPreprocessor:
         """Preprocess an observation with rows `[N, ...]`.
 
         Args:
-            observation: Raw observation of the envs.
-            scales: Result of `scales`; the current statistics by default.
+          observation: Raw observation of the envs.
+          scales: Result of `scales`; the current statistics by default.
 
         Returns:
-            Features: the same structure with leaves `[N, ...]`, float32 or, for images,
-            uint8; an action mask becomes bool `[N, flags]`. Callers may select rows and
-            set rows to zero before they pass features to `inputs`.
+          Features: the same structure with leaves `[N, ...]`, float32 or, for images,
+          uint8; an action mask becomes bool `[N, flags]`. Callers may select rows and
+          set rows to zero before they pass features to `inputs`.
         """
         arrays = self._leaves_without_mask(observation)
         scales = [()] * len(arrays) if scales is None else scales
@@ -99,8 +99,8 @@ class ObservationPreprocessor:
         """Return network inputs and the action mask, given features.
 
         Returns:
-            The structure of observations with float32 leaves `[N, ...]`; and the mask,
-            bool `[N, flags]`, or None if observations have no mask.
+          The structure of observations with float32 leaves `[N, ...]`; and the mask,
+          bool `[N, flags]`, or None if observations have no mask.
         """
         arrays = [
             tf.cast(array, tf.float32) / 255.0 if array.dtype == tf.uint8 else array
@@ -115,13 +115,13 @@ class ObservationPreprocessor:
         """Return `__call__` and `inputs` as one function of NumPy arrays.
 
         Args:
-            scales: Result of `scales`.
-            num_rows: Largest N.
+          scales: Result of `scales`.
+          num_rows: Largest N.
 
         Returns:
-            A function that maps the leaves of a raw observation, `[N, ...]` each, in
-            the order of `tf.nest.flatten`, to flattened network inputs, float32
-            `[N, size]`, and the action mask, bool `[N, flags]` or None.
+          A function that maps the leaves of a raw observation, `[N, ...]` each, in
+          the order of `tf.nest.flatten`, to flattened network inputs, float32
+          `[N, size]`, and the action mask, bool `[N, flags]` or None.
         """
         indices = list(range(len(self._leaves)))
         mask_indices: list[int] = []

@@ -27,18 +27,18 @@ class Algorithm(abc.ABC):
     """Base class of algorithms; subclasses implement `learn`.
 
     Args:
-        agent: The agent to train, from `make_agent`.
-        config: The settings of the run. With several learners, `num_envs` and
-            `minibatch_size` are this learner's share.
-        learners: The group of learners.
+      agent: The agent to train, from `make_agent`.
+      config: The settings of the run. With several learners, `num_envs` and
+        `minibatch_size` are this learner's share.
+      learners: The group of learners.
 
     Attributes:
-        agent: The agent to train.
-        config: The settings of the run.
-        learners: The group of learners.
-        settings: The algorithm-specific settings, an instance of `settings_type`.
-        trackables: Maps names to the objects that a checkpoint must store in addition
-            to the agent: optimizers, Keras models, variables or `tf.train.Checkpoint`s.
+      agent: The agent to train.
+      config: The settings of the run.
+      learners: The group of learners.
+      settings: The algorithm-specific settings, an instance of `settings_type`.
+      trackables: Maps names to the objects that a checkpoint must store in addition
+        to the agent: optimizers, Keras models, variables or `tf.train.Checkpoint`s.
     """
 
     settings_type: ClassVar[type[Any] | None] = None
@@ -61,7 +61,7 @@ class Algorithm(abc.ABC):
         """Check a config before the envs start.
 
         Raises:
-            ConfigError: A setting is unknown or invalid.
+          ConfigError: A setting is unknown or invalid.
         """
         cls.read_settings(config)
 
@@ -78,7 +78,7 @@ class Algorithm(abc.ABC):
         `trackables` from a checkpoint.
 
         Raises:
-            UnsupportedSpaceError: The algorithm does not support a space.
+          UnsupportedSpaceError: The algorithm does not support a space.
         """
         return Agent(observation_space, action_space, config)
 
@@ -89,14 +89,14 @@ class Algorithm(abc.ABC):
         """Train the agent on a rollout.
 
         Args:
-            rollout: A rollout with at least one valid row. The next rollouts overwrite
-                its arrays, so copy rows that must be kept. Rows that are not `valid`
-                must not be used.
-            progress: Fraction of the run that is complete, in [0, 1).
-            seed: Seed for random numbers; it differs in every iteration.
+          rollout: A rollout with at least one valid row. The next rollouts overwrite
+            its arrays, so copy rows that must be kept. Rows that are not `valid`
+            must not be used.
+          progress: Fraction of the run that is complete, in [0, 1).
+          seed: Seed for random numbers; it differs in every iteration.
 
         Returns:
-            A dict from metric names to numbers.
+          A dict from metric names to numbers.
         """
 
     def statistics(self) -> dict[str, float]:
@@ -116,10 +116,10 @@ class Algorithm(abc.ABC):
         default, save nothing.
 
         Args:
-            folder: Folder in the run folder for these data; it may not exist yet.
+          folder: Folder in the run folder for these data; it may not exist yet.
 
         Raises:
-            OSError: The data cannot be written.
+          OSError: The data cannot be written.
         """
 
     def load_data(self, folder: Path, steps: int) -> None:  # noqa: B027
@@ -128,12 +128,12 @@ class Algorithm(abc.ABC):
         Called whenever a run is resumed. By default, load nothing.
 
         Args:
-            folder: Folder that `save_data` used; it may not exist.
-            steps: Env steps of the run until the checkpoint. The folder may contain
-                data of later steps, which the resumed run repeats.
+          folder: Folder that `save_data` used; it may not exist.
+          steps: Env steps of the run until the checkpoint. The folder may contain
+            data of later steps, which the resumed run repeats.
 
         Raises:
-            CheckpointError: The data cannot be read.
+          CheckpointError: The data cannot be read.
         """
 
     @classmethod
@@ -141,7 +141,7 @@ class Algorithm(abc.ABC):
         """Return the algorithm-specific settings; None without a `settings_type`.
 
         Raises:
-            ConfigError: A setting is unknown or invalid.
+          ConfigError: A setting is unknown or invalid.
         """
         table, kind = dict(config.algorithm_settings), cls.settings_type
         if kind and not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):

@@ -15,7 +15,7 @@ def load_algorithm(config: Config) -> type[Algorithm]:
     """Return the class of the algorithm that a config names.
 
     Raises:
-        ConfigError: The class does not exist, or is not an `Algorithm`.
+      ConfigError: The class does not exist, or is not an `Algorithm`.
     """
     if config.algorithm == "ppo":
         from ppo.algorithms.ppo.ppo import PPO
@@ -42,7 +42,7 @@ def make_agent(
     """Return a new agent of the config's algorithm for the spaces of one env.
 
     Raises:
-        ConfigError: The algorithm or a custom network cannot be loaded.
-        UnsupportedSpaceError: The algorithm does not support a space.
+      ConfigError: The algorithm or a custom network cannot be loaded.
+      UnsupportedSpaceError: The algorithm does not support a space.
     """
     return load_algorithm(config).make_agent(observation_space, action_space, config)

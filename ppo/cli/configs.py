@@ -36,8 +36,8 @@ def configs(
     """List the named configs, or the settings of one config.
 
     Args:
-        name: Config whose settings to show: a name, a file or an env.
-        all_: Also show the settings that have their default values.
+      name: Config whose settings to show: a name, a file or an env.
+      all_: Also show the settings that have their default values.
     """
     if name is not None:
         with report_errors():

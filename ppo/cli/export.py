@@ -29,7 +29,7 @@ def export(
     or leases one from a server, to read its spaces.
 
     Args:
-        dir_: New folder to write the SavedModel to.
+      dir_: New folder to write the SavedModel to.
     """
     with open_run(run, checkpoint, SourceOptions(connect, import_, trust)) as opened:
         from ppo.environments import env_maker

@@ -34,13 +34,13 @@ def train_on_ray(given: GivenOptions) -> int:
     """Train with several learners; restart all of them if one fails.
 
     Args:
-        given: Arguments of `ppo train`.
+      given: Arguments of `ppo train`.
 
     Returns:
-        The exit code.
+      The exit code.
 
     Raises:
-        LearnerLostError: Learners failed three times without a new checkpoint.
+      LearnerLostError: Learners failed three times without a new checkpoint.
     """
     values = given.values
     newest, num_failed = None, 0
@@ -95,14 +95,14 @@ def _train_once(
     """Start all learners, wait for learner 0 to exit, and return its exit code.
 
     Args:
-        ray: The module `ray`.
-        resources: For each learner, a dict from Ray resources to required amounts.
-        words: Arguments of `ppo train`.
-        resume: Command that resumes the run, which learner 0 prints.
+      ray: The module `ray`.
+      resources: For each learner, a dict from Ray resources to required amounts.
+      words: Arguments of `ppo train`.
+      resume: Command that resumes the run, which learner 0 prints.
 
     Raises:
-        LearnerLostError: Learner 0 failed, and a restart may help.
-        ray.exceptions.RayError: Another learner or its node failed.
+      LearnerLostError: Learner 0 failed, and a restart may help.
+      ray.exceptions.RayError: Another learner or its node failed.
     """
     num, bundles = len(resources), [*resources]
     bundles[0] = {**bundles[0], f"node:{ray.util.get_node_ip_address()}": 0.001}
@@ -151,13 +151,13 @@ def _learn(words: list[str], extra: dict[str, str], cluster: str, folder: str) -
     """Run a learner on this node until it exits.
 
     Args:
-        words: Arguments of `ppo train`.
-        extra: Additional environment variables.
-        cluster: Address of the Ray cluster.
-        folder: Working directory, if it exists on this node.
+      words: Arguments of `ppo train`.
+      extra: Additional environment variables.
+      cluster: Address of the Ray cluster.
+      folder: Working directory, if it exists on this node.
 
     Raises:
-        LearnerLostError: The learner failed; the message contains its last output.
+      LearnerLostError: The learner failed; the message contains its last output.
     """
     env = os.environ | extra | {"RAY_ADDRESS": cluster}
     cwd = folder if os.path.isdir(folder) else None

@@ -190,7 +190,7 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
     """Re-raise interrupts at the end of the block, in case its code suppressed them.
 
     Args:
-        is_deferred: Whether to raise interrupts only at the end of the block.
+      is_deferred: Whether to raise interrupts only at the end of the block.
     """
     raised: list[KeyboardInterrupt] = []
 
@@ -239,15 +239,15 @@ def start_tensorflow(
     """Load and configure TensorFlow, without its log output.
 
     Args:
-        intra_op_threads: Threads per operation; 0 lets TensorFlow choose. Two threads
-            shorten an update of small networks by a third, but not rollouts.
-        inter_op_threads: Operations to run in parallel; 0 lets TensorFlow choose.
-        config: Settings of the run. Without `jit_compile` (for image observations),
-            oneDNN is enabled: it halves the time of convolutions, but slows down small
-            layers.
+      intra_op_threads: Threads per operation; 0 lets TensorFlow choose. Two threads
+        shorten an update of small networks by a third, but not rollouts.
+      inter_op_threads: Operations to run in parallel; 0 lets TensorFlow choose.
+      config: Settings of the run. Without `jit_compile` (for image observations),
+        oneDNN is enabled: it halves the time of convolutions, but slows down small
+        layers.
 
     Raises:
-        BadInputError: TensorFlow is not installed.
+      BadInputError: TensorFlow is not installed.
     """
     # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -291,8 +291,8 @@ def open_run(
     starts, because starting TensorFlow takes seconds.
 
     Yields:
-        The run folder, its config (with `min_servers` and `num_servers` set to 0), the
-        checkpoint, the source of the envs, and a screen.
+      The run folder, its config (with `min_servers` and `num_servers` set to 0), the
+      checkpoint, the source of the envs, and a screen.
     """
     with report_errors():
         which = parse_checkpoint(checkpoint)
@@ -323,14 +323,14 @@ def check_trust(
     Code and servers that the user named in the command need no confirmation.
 
     Args:
-        name: Argument CONFIG. If it is a file, it is checked unless `resume` is given.
-        resume: Run folder to check.
-        changes: Values of --set.
-        options: Options that select the envs.
+      name: Argument CONFIG. If it is a file, it is checked unless `resume` is given.
+      resume: Run folder to check.
+      changes: Values of --set.
+      options: Options that select the envs.
 
     Raises:
-        ConfigError: A setting is invalid, or changes the algorithm of the run.
-        UntrustedCodeError: The user does not agree, or there is no terminal.
+      ConfigError: A setting is invalid, or changes the algorithm of the run.
+      UntrustedCodeError: The user does not agree, or there is no terminal.
     """
     is_file = name is not None and name.endswith((".toml", ".json"))
     if resume is not None:
@@ -393,8 +393,8 @@ def resumed_config(earlier: Config, changes: list[str]) -> Config:
     """Return the config of a resumed run, with the values of --set applied.
 
     Raises:
-        ConfigError: A setting is invalid, or changes the algorithm. The file of an
-            algorithm may have moved.
+      ConfigError: A setting is invalid, or changes the algorithm. The file of an
+        algorithm may have moved.
     """
     settings = dict(change.partition("=")[::2] for change in changes)
     algorithm = settings.get("algorithm", earlier.algorithm).strip()
@@ -415,7 +415,7 @@ def resolve_env_source(
     have moved. Workers do not import these files, because they load TensorFlow.
 
     Raises:
-        AddressError: The address of a server cannot be resolved.
+      AddressError: The address of a server cannot be resolved.
     """
     from envserve.client.link.discovery import resolve
 
@@ -444,8 +444,8 @@ def find_user_code(config: Config, source: EnvSource) -> None:
     """Add the working directory to the import path if the run names modules in it.
 
     Raises:
-        EnvStartError: A file of an env or a module does not exist. Or other users can
-            write to the working directory, and a module is not found elsewhere.
+      EnvStartError: A file of an env or a module does not exist. Or other users can
+        write to the working directory, and a module is not found elsewhere.
     """
     code = _code(config)
     # With env servers, this process imports neither the envs nor their modules.
@@ -460,7 +460,7 @@ def parse_checkpoint(text: str | None) -> "CheckpointId":
     """Parse the value of `--checkpoint`.
 
     Raises:
-        BadInputError: The value is neither a number of steps nor "best".
+      BadInputError: The value is neither a number of steps nor "best".
     """
     if text is None:
         return None
@@ -500,10 +500,10 @@ def report_errors(
     """Print expected errors without a traceback, and exit.
 
     Args:
-        log_format: With "text", warnings about envs are plain lines.
-        is_restartable: Whether a supervisor restarts the command. If so, the exit code
-            after the loss of all servers is 3, as for a stopped run, and an unknown
-            address is not an input error, because the servers may start later.
+      log_format: With "text", warnings about envs are plain lines.
+      is_restartable: Whether a supervisor restarts the command. If so, the exit code
+        after the loss of all servers is 3, as for a stopped run, and an unknown
+        address is not an input error, because the servers may start later.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

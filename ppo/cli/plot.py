@@ -20,10 +20,10 @@ def plot(
     standard deviation.
 
     Args:
-        runs: Run folders of `ppo train`; with --seeds, also the folder of all seeds.
-        out: Image file to write; by default, METRIC.png in the run folder, or in the
-            folder that contains all runs.
-        metric: Metric to plot, a key of metrics.jsonl.
+      runs: Run folders of `ppo train`; with --seeds, also the folder of all seeds.
+      out: Image file to write; by default, METRIC.png in the run folder, or in the
+        folder that contains all runs.
+      metric: Metric to plot, a key of metrics.jsonl.
     """
     from ppo.evaluation.plot import draw_curves, read_curves
 

@@ -59,12 +59,12 @@ class Screen:
     """Context manager that shows the current phase and progress of a command.
 
     Args:
-        console: Console to print to.
-        logger: Logger to use instead of the console, one record per line.
-        seconds_between_lines: Seconds between progress lines if there is no terminal.
+      console: Console to print to.
+      logger: Logger to use instead of the console, one record per line.
+      seconds_between_lines: Seconds between progress lines if there is no terminal.
 
     Attributes:
-        total_steps: Number of env steps after which training ends.
+      total_steps: Number of env steps after which training ends.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Screen:
         """End the current phase, and start another one unless `name` is empty.
 
         Args:
-            name: Name of the phase.
-            is_transient: Whether the line of the phase is removed when the phase ends.
-            activity: Returns the current activity within the phase, to show with it.
+          name: Name of the phase.
+          is_transient: Whether the line of the phase is removed when the phase ends.
+          activity: Returns the current activity within the phase, to show with it.
         """
         self._end_phase(is_finished=not is_transient)
         self._phase, self._is_transient = printable(name), is_transient

@@ -35,14 +35,14 @@ def train_seeds(
     """Train the unfinished seeds of a study; then print and plot all returns.
 
     Args:
-        screen: Shows the progress.
-        plan: Plan of the first seed.
-        num_seeds: Number of seeds; 0 means the seeds in the folder of the study.
-        at_once: Number of seeds to train at a time; by default, one per core.
-        workers: Worker processes per seed; by default, the seed's share of the cores.
+      screen: Shows the progress.
+      plan: Plan of the first seed.
+      num_seeds: Number of seeds; 0 means the seeds in the folder of the study.
+      at_once: Number of seeds to train at a time; by default, one per core.
+      workers: Worker processes per seed; by default, the seed's share of the cores.
 
     Returns:
-        The exit code: 1 if a seed failed, otherwise 0.
+      The exit code: 1 if a seed failed, otherwise 0.
     """
     path, first = plan.run_folder.path, plan.config.seed
     names = [folder.name.removeprefix("seed-") for folder in path.glob("seed-*")]

@@ -24,14 +24,14 @@ class StopSignals:
     signals.
 
     Args:
-        on_first: Called in the listener thread when the first signal arrives.
-        is_waiting: Returns whether the main thread is waiting for envs.
-        stalled_seconds: If no batch step has ended for this time after the first
-            signal, and the main thread is waiting for envs, `TrainingStopped` is raised
-            in the main thread.
+      on_first: Called in the listener thread when the first signal arrives.
+      is_waiting: Returns whether the main thread is waiting for envs.
+      stalled_seconds: If no batch step has ended for this time after the first
+        signal, and the main thread is waiting for envs, `TrainingStopped` is raised
+        in the main thread.
 
     Attributes:
-        received: The first signal, or None.
+      received: The first signal, or None.
     """
 
     def __init__(

@@ -100,34 +100,34 @@ def train(
     """Train an agent, and evaluate it at the end.
 
     Args:
-        config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env
-            to train with default settings: a registered name, FILE.py:CLASS or
-            MODULE:NAME. Required unless a run is resumed.
-        set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME
-            --all` lists all settings.
-        seed: Seed of the run's random numbers; by default, the config's seed.
-        seeds: Number of seeds to train, starting at --seed, each in its own process and
-            run folder; by default, one.
-        at_once: Number of seeds to train at a time; by default, one per core.
-        run_dir: Folder to create for the run; by default, runs/CONFIG-TIME.
-        resume: Resume the run in this folder from its newest checkpoint.
-        restartable: For supervisors that restart the command: resume the run in
-            --run-dir if it exists, and exit with 3 if SIGINT or SIGTERM stops it. The
-            exit code is 0 when the run is complete.
-        min_servers: Minimum number of servers that must be ready at the start; others
-            can join later. By default, all servers of --connect.
-        distribute: Train as one of the learners that the environment variable TF_CONFIG
-            lists.
-        rendezvous_timeout: Seconds to wait until all learners have started.
-        page: Serve a web page about the run on this host until the run ends, and for up
-            to a minute longer while a browser shows the page.
-        film: Record a video of an episode after training.
-        metrics_port: Port for Prometheus to scrape the run's metrics from; 0 chooses a
-            free port. By default, metrics are not served.
-        metrics_host: Address on which the metrics port listens; by default, only this
-            host can reach it.
-        on: Train with several learners on a Ray cluster; the first runs on this host.
-        learners: Number of learners, including the one on this host.
+      config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env
+        to train with default settings: a registered name, FILE.py:CLASS or
+        MODULE:NAME. Required unless a run is resumed.
+      set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME
+        --all` lists all settings.
+      seed: Seed of the run's random numbers; by default, the config's seed.
+      seeds: Number of seeds to train, starting at --seed, each in its own process and
+        run folder; by default, one.
+      at_once: Number of seeds to train at a time; by default, one per core.
+      run_dir: Folder to create for the run; by default, runs/CONFIG-TIME.
+      resume: Resume the run in this folder from its newest checkpoint.
+      restartable: For supervisors that restart the command: resume the run in
+        --run-dir if it exists, and exit with 3 if SIGINT or SIGTERM stops it. The
+        exit code is 0 when the run is complete.
+      min_servers: Minimum number of servers that must be ready at the start; others
+        can join later. By default, all servers of --connect.
+      distribute: Train as one of the learners that the environment variable TF_CONFIG
+        lists.
+      rendezvous_timeout: Seconds to wait until all learners have started.
+      page: Serve a web page about the run on this host until the run ends, and for up
+        to a minute longer while a browser shows the page.
+      film: Record a video of an episode after training.
+      metrics_port: Port for Prometheus to scrape the run's metrics from; 0 chooses a
+        free port. By default, metrics are not served.
+      metrics_host: Address on which the metrics port listens; by default, only this
+        host can reach it.
+      on: Train with several learners on a Ray cluster; the first runs on this host.
+      learners: Number of learners, including the one on this host.
     """
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
@@ -245,10 +245,10 @@ def _join_learners(
     """Start TensorFlow and connect to the other learners.
 
     Returns:
-        A copy of the plan that contains all learners and the config of learner 0.
+      A copy of the plan that contains all learners and the config of learner 0.
 
     Raises:
-        ConfigError: Learners of a new run have different settings.
+      ConfigError: Learners of a new run have different settings.
     """
     screen.phase("starting TensorFlow")
     start_tensorflow(*threads, plan.config)
@@ -373,9 +373,9 @@ class Monitors(contextlib.ExitStack):
     """The optional monitors of a run: a web page and a Prometheus port.
 
     Attributes:
-        finish_page: Function to call after the run. It waits until no browser shows the
-            page, or until Ctrl-C.
-        can_render: Whether the envs can render images, as far as is known.
+      finish_page: Function to call after the run. It waits until no browser shows the
+        page, or until Ctrl-C.
+      can_render: Whether the envs can render images, as far as is known.
     """
 
     def __init__(
@@ -470,10 +470,10 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
-        terminated_code: Exit code after SIGTERM.
+      terminated_code: Exit code after SIGTERM.
 
     Yields:
-        A list to which the caller appends the run folder.
+      A list to which the caller appends the run folder.
     """
     runs: list[RunFolder] = []
     try:

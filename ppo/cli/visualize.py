@@ -44,10 +44,10 @@ def visualize(
     evaluation_actions is "sample".
 
     Args:
-        outdir: Folder to write the videos and their returns to; by default, `films` in
-            the run folder.
-        episodes: Number of episodes to record.
-        seed: Seed of the env; by default, the seed of the run's evaluation.
+      outdir: Folder to write the videos and their returns to; by default, `films` in
+        the run folder.
+      episodes: Number of episodes to record.
+      seed: Seed of the env; by default, the seed of the run's evaluation.
     """
     from ppo.evaluation.rendering import prepare_filming
 

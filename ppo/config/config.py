@@ -130,7 +130,7 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
     """Return the settings in a table `[name]` of a config file.
 
     Raises:
-        ConfigError: The value is not a table, or the algorithm is not `name`.
+      ConfigError: The value is not a table, or the algorithm is not `name`.
     """
     if not isinstance(table, Mapping):
         raise ConfigError(
@@ -185,8 +185,8 @@ class Config:
     stores them in `algorithm_settings`.
 
     Raises:
-        ConfigError: A key is unknown, or a value has the wrong type or is out of range.
-            The message names every such key.
+      ConfigError: A key is unknown, or a value has the wrong type or is out of range.
+        The message names every such key.
     """
 
     env_name: Annotated[str, Meta(min_length=1, examples=["CartPole-v1"])]
@@ -606,7 +606,7 @@ class Config:
         """Return whether the remaining steps are too few for another iteration.
 
         Args:
-            steps: Valid env steps so far.
+          steps: Valid env steps so far.
         """
         return steps + self.steps_per_iteration > self.total_steps
 
@@ -616,7 +616,7 @@ class Config:
         `Algorithm.check` does this too, but requires TensorFlow.
 
         Raises:
-            ConfigError: The algorithm would never train the policy.
+          ConfigError: The algorithm would never train the policy.
         """
         if kind := SETTINGS_TYPES.get(self.algorithm):
             kind(**self.algorithm_settings).check(self.planned_steps)
@@ -625,8 +625,8 @@ class Config:
         """Return the config of one of several learners, with its share of the batch.
 
         Raises:
-            ConfigError: Envs or minibatches cannot be divided equally, or the algorithm
-                supports only one learner.
+          ConfigError: Envs or minibatches cannot be divided equally, or the algorithm
+            supports only one learner.
         """
         num_envs, size = self.num_envs, self.minibatch_size
         if num_learners == 1:
@@ -681,12 +681,12 @@ def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:
     """Return a copy of a value that has only JSON types; tuples become lists.
 
     Args:
-        value: The value.
-        where: Setting and keys that lead to the value, for error messages.
-        depth: Number of lists and dicts that contain the value, at most `_MAX_DEPTH`.
+      value: The value.
+      where: Setting and keys that lead to the value, for error messages.
+      depth: Number of lists and dicts that contain the value, at most `_MAX_DEPTH`.
 
     Raises:
-        ConfigError: The value contains something that JSON cannot represent.
+      ConfigError: The value contains something that JSON cannot represent.
     """
     if depth > _MAX_DEPTH:
         raise ConfigError(

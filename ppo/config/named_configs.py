@@ -275,7 +275,7 @@ def load_config(name: str) -> Config:
     `config`.
 
     Raises:
-        ConfigError: The name is unknown, or the file has no valid config.
+      ConfigError: The name is unknown, or the file has no valid config.
     """
     if name in CONFIGS:
         return CONFIGS[name]
@@ -329,7 +329,7 @@ def read_config(path: Path) -> Config:
     """Read a config from a `.toml` or `.json` file; missing keys get their defaults.
 
     Raises:
-        ConfigError: The file cannot be read, or a key or value is invalid.
+      ConfigError: The file cannot be read, or a key or value is invalid.
     """
     try:
         content = read_table(path)
@@ -349,9 +349,9 @@ def read_table(path: Path) -> dict[str, Any]:
     """Read a table of values from an untrusted `.toml` or `.json` file.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: The content is not a table, is nested too deeply, or has characters
-            that cannot be printed (surrogates).
+      OSError: The file cannot be read.
+      ValueError: The content is not a table, is nested too deeply, or has characters
+        that cannot be printed (surrogates).
     """
     try:
         with open_regular(path, _MAX_TABLE_BYTES) as file:
@@ -372,7 +372,7 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     booleans as `true` or `false`, and mappings and wrappers as JSON or TOML.
 
     Raises:
-        ConfigError: A setting has the wrong form, is unknown, or is out of range.
+      ConfigError: A setting has the wrong form, is unknown, or is out of range.
     """
     changes: dict[str, Any] = {}
     settings = list(settings)
@@ -406,7 +406,7 @@ def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
     settings that differ from the defaults.
 
     Raises:
-        ConfigError: The algorithm is unknown, or does not have a setting of the config.
+      ConfigError: The algorithm is unknown, or does not have a setting of the config.
     """
     pairs = [setting.partition("=") for setting in settings]
     algorithms = [text.strip() for key, _, text in pairs if key == "algorithm"]
@@ -451,8 +451,8 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
     `Config` then rejects the value with an error that names the expected type.
 
     Args:
-        text: The text after the equals sign.
-        kind: Type of the setting's current value; None if it is not known.
+      text: The text after the equals sign.
+      kind: Type of the setting's current value; None if it is not known.
     """
     if kind is None:
         is_layers = re.fullmatch(r"\d+(,\d+)+", text) is not None

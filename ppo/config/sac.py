@@ -50,7 +50,7 @@ class SACSettings:
         """Check that a run of `planned_steps` env steps would train the policy.
 
         Raises:
-            ConfigError: `random_steps` is too large.
+          ConfigError: `random_steps` is too large.
         """
         limit = min(self.replay_size, planned_steps)
         if self.random_steps > limit:

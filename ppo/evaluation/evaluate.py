@@ -122,17 +122,17 @@ def evaluate(
     cut off, the evaluation ends early, because further episodes would not end either.
 
     Args:
-        agent: Agent to evaluate.
-        env: Envs, which are reset first.
-        episodes: Number of episodes.
-        actions: "mode" for the most likely actions, "sample" for sampled ones.
-        time_limit: Number of steps after which an episode is cut off; it then counts
-            with its return so far. Checked every 100 steps.
-        seed: Seed of sampled actions.
+      agent: Agent to evaluate.
+      env: Envs, which are reset first.
+      episodes: Number of episodes.
+      actions: "mode" for the most likely actions, "sample" for sampled ones.
+      time_limit: Number of steps after which an episode is cut off; it then counts
+        with its return so far. Checked every 100 steps.
+      seed: Seed of sampled actions.
 
     Raises:
-        EnvsLostError: 20 episodes of an env were lost in a row, or an env was
-            unavailable for too long.
+      EnvsLostError: 20 episodes of an env were lost in a row, or an env was
+        unavailable for too long.
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
     simulation = _simulation(agent, graph_env, actions)
@@ -146,10 +146,10 @@ class PeriodicEvaluator:
     same in all evaluations, and env servers are free between evaluations.
 
     Args:
-        agent: Agent to evaluate.
-        config: Provides the number of episodes, how actions are chosen, and the seed.
-        make_env: Creates the envs.
-        on_step: Called after every batch step; an exception ends the evaluation.
+      agent: Agent to evaluate.
+      config: Provides the number of episodes, how actions are chosen, and the seed.
+      make_env: Creates the envs.
+      on_step: Called after every batch step; an exception ends the evaluation.
     """
 
     def __init__(
@@ -176,10 +176,10 @@ class PeriodicEvaluator:
         """Evaluate the agent with its current parameters.
 
         Raises:
-            EnvsLostError: Too many episodes of an env were lost in a row, or an env was
-                unavailable for too long.
-            envserve.errors.EnvserveError: The envs cannot be created, or failed
-                permanently.
+          EnvsLostError: Too many episodes of an env were lost in a row, or an env was
+            unavailable for too long.
+          envserve.errors.EnvserveError: The envs cannot be created, or failed
+            permanently.
         """
         try:
             env = self._make_env(num_envs=self._num_envs, seed=self._seed)
@@ -222,17 +222,17 @@ def evaluate_run(
     """Evaluate an agent on new envs, and save the result in the run folder.
 
     Args:
-        config: Provides the number of episodes, how actions are chosen, and the seed.
-        run_folder: Contains the checkpoints; `evaluation.json` is written there.
-        make_env: Creates the envs, which are closed at the end.
-        agent: An agent that has just been trained; `evaluation.json` then also records
-            the run's `total_steps`. By default, the agent is loaded from a checkpoint.
-        which: The checkpoint to load; by default, the newest.
+      config: Provides the number of episodes, how actions are chosen, and the seed.
+      run_folder: Contains the checkpoints; `evaluation.json` is written there.
+      make_env: Creates the envs, which are closed at the end.
+      agent: An agent that has just been trained; `evaluation.json` then also records
+        the run's `total_steps`. By default, the agent is loaded from a checkpoint.
+      which: The checkpoint to load; by default, the newest.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or does not match the config.
-        RunWriteError: The result cannot be saved; a note on the error contains the
-            result.
+      CheckpointError: The checkpoint does not exist, or does not match the config.
+      RunWriteError: The result cannot be saved; a note on the error contains the
+        result.
     """
     # Fail on a missing checkpoint before envs start.
     counters = checkpoint.read_counters(run_folder.checkpoints, which)

@@ -35,11 +35,11 @@ def export_run(
     Create one env to read its spaces, and close it at the end.
 
     Returns:
-        The counters of the checkpoint: iteration and env steps.
+      The counters of the checkpoint: iteration and env steps.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or does not match the config.
-        OutputError: The folder is not empty, or cannot be written.
+      CheckpointError: The checkpoint does not exist, or does not match the config.
+      OutputError: The folder is not empty, or cannot be written.
     """
     _check_unused(folder)
     # Raise an error for a missing checkpoint before an env starts.
@@ -74,12 +74,12 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
         input and an output `state`.
 
     Args:
-        agent: Agent to export, with its normalisation statistics.
-        env: Env with the spaces of the agent's task.
-        folder: New or empty folder.
+      agent: Agent to export, with its normalisation statistics.
+      env: Env with the spaces of the agent's task.
+      folder: New or empty folder.
 
     Raises:
-        OutputError: The folder is not empty, or cannot be written.
+      OutputError: The folder is not empty, or cannot be written.
     """
     _check_unused(folder)
     model, signatures = _build_model(agent, env)

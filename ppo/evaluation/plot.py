@@ -45,17 +45,17 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
     Merged runs may report at different steps; their values are interpolated linearly.
 
     Args:
-        runs: Run folders, at least one. The folder of several seeds is replaced by
-            their run folders.
-        metric: Name of a metric in `metrics.jsonl`.
+      runs: Run folders, at least one. The folder of several seeds is replaced by
+        their run folders.
+      metric: Name of a metric in `metrics.jsonl`.
 
     Returns:
-        A curve per config, in the order of the runs.
+      A curve per config, in the order of the runs.
 
     Raises:
-        RunFolderError: A folder is not a run folder, or has no metrics.
-        BadInputError: A run has no such metric, or the runs of one config have no
-            steps in common.
+      RunFolderError: A folder is not a run folder, or has no metrics.
+      BadInputError: A run has no such metric, or the runs of one config have no
+        steps in common.
     """
     groups = _group_runs(runs)
     labels = _labels(groups)
@@ -69,8 +69,8 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
     """Plot curves of a metric into an image file, whose suffix selects the format.
 
     Raises:
-        BadInputError: Matplotlib is not installed.
-        OutputError: The file cannot be written.
+      BadInputError: Matplotlib is not installed.
+      OutputError: The file cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -42,7 +42,7 @@ def prepare_filming(config: Config, addresses: Sequence[str]) -> None:
     """Check the packages that videos need; render off-screen if there is no display.
 
     Raises:
-        VideoError: Ffmpeg or pygame is missing; the message contains the remedy.
+      VideoError: Ffmpeg or pygame is missing; the message contains the remedy.
     """
     find_ffmpeg()
     uses_pygame = module_of(config.env_name).startswith(_PYGAME_MODULES)
@@ -91,7 +91,7 @@ def render_frame(env: BatchEnv) -> np.ndarray:
     """Render a frame of the first env of a batch, uint8 `[height, width, 3]`.
 
     Raises:
-        VideoError: Rendering failed; the message contains the remedy.
+      VideoError: Rendering failed; the message contains the remedy.
     """
     try:
         frame = env.render(0)

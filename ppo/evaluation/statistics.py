@@ -29,8 +29,8 @@ def bootstrap_interval(
     The result is deterministic.
 
     Args:
-        tasks: The scores of each task, one per seed.
-        statistic: Computes the statistic over the last axis; by default, the mean.
+      tasks: The scores of each task, one per seed.
+      statistic: Computes the statistic over the last axis; by default, the mean.
     """
     random = np.random.default_rng(0)
     draws = [random.choice(scores, (_NUM_DRAWS, len(scores))) for scores in tasks]

@@ -58,24 +58,24 @@ def visualize_run(
     TensorBoard.
 
     Args:
-        config: Settings of the run.
-        run_folder: Folder with the checkpoints of the run.
-        make_env: Creates the env, which is closed at the end; see
-            `rendering_env_maker`.
-        outdir: Folder for `step-STEPS-episode-K.mp4`, K from 1, and `step-STEPS.json`
-            with returns, lengths and videos; created if it does not exist.
-        episodes: Number of episodes.
-        which: The checkpoint to load; by default, the newest.
-        seed: Seed of the env; by default, the seed of the run's final evaluation, so
-            that the videos show the episodes of that evaluation's first env.
-        on_episode: Called with the path and the episode of each complete video.
+      config: Settings of the run.
+      run_folder: Folder with the checkpoints of the run.
+      make_env: Creates the env, which is closed at the end; see
+        `rendering_env_maker`.
+      outdir: Folder for `step-STEPS-episode-K.mp4`, K from 1, and `step-STEPS.json`
+        with returns, lengths and videos; created if it does not exist.
+      episodes: Number of episodes.
+      which: The checkpoint to load; by default, the newest.
+      seed: Seed of the env; by default, the seed of the run's final evaluation, so
+        that the videos show the episodes of that evaluation's first env.
+      on_episode: Called with the path and the episode of each complete video.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or does not match the config.
-        VideoError: The env does not render, or ffmpeg is not installed.
-        OutputError: A file cannot be written.
-        EnvDataError: An episode does not end.
-        EnvsLostError: Too many consecutive episodes had a lost step.
+      CheckpointError: The checkpoint does not exist, or does not match the config.
+      VideoError: The env does not render, or ffmpeg is not installed.
+      OutputError: A file cannot be written.
+      EnvDataError: An episode does not end.
+      EnvsLostError: Too many consecutive episodes had a lost step.
     """
     find_ffmpeg()  # raise an error before an env starts
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
@@ -116,17 +116,17 @@ def play_episode(
     """Play and render one episode in a batch of one env.
 
     Args:
-        env: Env without autoreset; see `rendering_env_maker`.
-        act: Maps an observation `[1, ...]` to actions of the env.
-        on_frame: Called with a frame, uint8 `[height, width, 3]`, after the reset and
-            after each step.
+      env: Env without autoreset; see `rendering_env_maker`.
+      act: Maps an observation `[1, ...]` to actions of the env.
+      on_frame: Called with a frame, uint8 `[height, width, 3]`, after the reset and
+        after each step.
 
     Returns:
-        The episode, or None if a step was lost.
+      The episode, or None if a step was lost.
 
     Raises:
-        VideoError: The env does not render.
-        EnvDataError: The episode does not end.
+      VideoError: The env does not render.
+      EnvDataError: The episode does not end.
     """
     observation = env.reset()
     on_frame(render_frame(env))
@@ -191,10 +191,10 @@ def _make_actor(
     actions, and stores the agent's recurrent state.
 
     Args:
-        agent: The agent.
-        env: The env, from which the spaces are read.
-        actions: "mode" for the most likely actions, "sample" for sampled ones.
-        seed: Seed of sampled actions, which differ in every step.
+      agent: The agent.
+      env: The env, from which the spaces are read.
+      actions: "mode" for the most likely actions, "sample" for sampled ones.
+      seed: Seed of sampled actions, which differ in every step.
     """
     graph_env = InGraphBatchEnv(env, agent.actions)
     choose = agent.act if actions == "sample" else agent.mode

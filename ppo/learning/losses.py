@@ -49,15 +49,15 @@ def policy_loss(
     """Return the negated surrogate objective (Schulman et al. 2017, equations 6, 7).
 
     Args:
-        log_ratio: log pi_new(a|o) - log pi_old(a|o).
-        advantage: Advantages, usually normalised.
-        weight: 1 or 0 per row.
-        clip_range: Epsilon; moving the ratio outside [1 - epsilon, 1 + epsilon] does
-            not improve the objective. None disables clipping.
+      log_ratio: log pi_new(a|o) - log pi_old(a|o).
+      advantage: Advantages, usually normalised.
+      weight: 1 or 0 per row.
+      clip_range: Epsilon; moving the ratio outside [1 - epsilon, 1 + epsilon] does
+        not improve the objective. None disables clipping.
 
     Returns:
-        A scalar to minimise. With clipping, a row contributes at most 3 times the
-        absolute value of its advantage (dual clip, Ye et al. 2020).
+      A scalar to minimise. With clipping, a row contributes at most 3 times the
+      absolute value of its advantage (dual clip, Ye et al. 2020).
     """
     ratio = tf.exp(tf.minimum(log_ratio, 20.0))  # prevents overflow
     if clip_range is None:

@@ -19,10 +19,10 @@ def next_values(value: tf.Tensor, final_value: tf.Tensor, done: tf.Tensor) -> tf
     episode. The value of the final observation is used instead.
 
     Args:
-        value: float32 `[T + 1, B]`, values of the observations before each step and
-            after the last step.
-        final_value: float32 `[T, B]`, values of the final observations.
-        done: bool `[T, B]`, terminated or truncated.
+      value: float32 `[T + 1, B]`, values of the observations before each step and
+        after the last step.
+      final_value: float32 `[T, B]`, values of the final observations.
+      done: bool `[T, B]`, terminated or truncated.
     """
     return tf.where(done, final_value, value[1:])
 
@@ -48,18 +48,18 @@ def advantages_and_targets(
     and `A_t = 0` if step t is not valid.
 
     Args:
-        reward: float32 `[T, B]`.
-        value: float32 `[T, B]`, V(o_t).
-        next_value: float32 `[T, B]`, from `next_values`.
-        terminated: bool `[T, B]`.
-        truncated: bool `[T, B]`.
-        valid: bool `[T, B]`.
-        discount: Gamma, in [0, 1].
-        gae_lambda: Lambda, in [0, 1].
+      reward: float32 `[T, B]`.
+      value: float32 `[T, B]`, V(o_t).
+      next_value: float32 `[T, B]`, from `next_values`.
+      terminated: bool `[T, B]`.
+      truncated: bool `[T, B]`.
+      valid: bool `[T, B]`.
+      discount: Gamma, in [0, 1].
+      gae_lambda: Lambda, in [0, 1].
 
     Returns:
-        Advantages and value targets (advantage + value), float32 `[T, B]`; both are 0
-        for steps that are not valid.
+      Advantages and value targets (advantage + value), float32 `[T, B]`; both are 0
+      for steps that are not valid.
     """
     zero = tf.zeros_like(reward)
     bootstrap = tf.where(terminated, zero, next_value)

@@ -40,7 +40,7 @@ class StepSampler:
     """Arranges rollouts as single steps.
 
     Attributes:
-        num_samples: S, the number of steps in a rollout.
+      num_samples: S, the number of steps in a rollout.
     """
 
     def __init__(self, agent: Agent, config: Config) -> None:
@@ -65,13 +65,13 @@ class StepSampler:
         """Shuffle the samples and split them into minibatches.
 
         Args:
-            samples: Nest of tensors `[T * B, ...]`, or `[S, ...]` with one row per
-                sequence.
-            count: Number of minibatches; must divide S.
-            seed: int32 pair.
+          samples: Nest of tensors `[T * B, ...]`, or `[S, ...]` with one row per
+            sequence.
+          count: Number of minibatches; must divide S.
+          seed: int32 pair.
 
         Returns:
-            Nest of tensors `[count, T * B / count, ...]` or `[count, S / count, ...]`.
+          Nest of tensors `[count, T * B / count, ...]` or `[count, S / count, ...]`.
         """
         # Shuffle by sorting random numbers, because XLA cannot compile
         # `stateless_shuffle`.
@@ -101,13 +101,13 @@ class StepSampler:
         """Return the values of all observations of a rollout.
 
         Args:
-            rollout: Rollout, of which only recurrent states and episode ends are used.
-            features: Preprocessed observations, rows `[(T + 1) * B, ...]`.
-            final_features: Preprocessed final observations, rows `[T * B, ...]`.
+          rollout: Rollout, of which only recurrent states and episode ends are used.
+          features: Preprocessed observations, rows `[(T + 1) * B, ...]`.
+          final_features: Preprocessed final observations, rows `[T * B, ...]`.
 
         Returns:
-            Values of the observations, `[T + 1, B]`, and of the final observations,
-            `[T, B]`.
+          Values of the observations, `[T + 1, B]`, and of the final observations,
+          `[T, B]`.
         """
         shape = [-1, self._num_envs]
         value = tf.reshape(self._agent.value(features), shape)
@@ -118,8 +118,8 @@ class SequenceSampler(StepSampler):
     """Splits rollouts into sequences, and unrolls the recurrent networks over them.
 
     Attributes:
-        num_samples: S, the number of sequences in a rollout.
-        length: L, the number of steps in a sequence.
+      num_samples: S, the number of sequences in a rollout.
+      length: L, the number of steps in a sequence.
     """
 
     def __init__(self, agent: Agent, config: Config) -> None:
@@ -146,8 +146,8 @@ class SequenceSampler(StepSampler):
         """Return the additional inputs of recurrent networks.
 
         Returns:
-            `state`: initial state of each recurrent network, `[S, units]`; `ended` and
-            `pending`: bool `[S * L]`; see `RecurrentCore.unroll`.
+          `state`: initial state of each recurrent network, `[S, units]`; `ended` and
+          `pending`: bool `[S * L]`; see `RecurrentCore.unroll`.
         """
         pending = is_pending(rollout.status)
         return {
@@ -208,7 +208,7 @@ class SequenceSampler(StepSampler):
         """Unroll the recurrent network `index` (0: policy, 1: value) over M sequences.
 
         Returns:
-            Outputs `[L, M, units]`, and final states `[M, units]`.
+          Outputs `[L, M, units]`, and final states `[M, units]`.
         """
         return self._agent.cores[index].unroll(
             self._steps_of_rows(embedding),

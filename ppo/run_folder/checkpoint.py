@@ -41,8 +41,8 @@ def training_state(agent: Agent, trackables: Mapping[str, Any]) -> tf.train.Chec
     """Return all objects that a checkpoint must store, so that a run can be resumed.
 
     Args:
-        agent: The agent.
-        trackables: Maps names to the other objects, such as those of the algorithm.
+      agent: The agent.
+      trackables: Maps names to the other objects, such as those of the algorithm.
     """
     return tf.train.Checkpoint(
         agent=tf.train.Checkpoint(**agent.trackables), **trackables
@@ -60,19 +60,19 @@ def save(
     """Write a checkpoint, then remove all except the newest `keep` and the best one.
 
     Args:
-        folder: Folder for the checkpoints of a run; created if it does not exist, but
-            the folder of the run must exist.
-        counters: Progress of the run.
-        state: All objects that the checkpoint stores, from `training_state`.
-        keep: Number of newest checkpoints to keep.
-        evaluation_return: Mean return of the agent's evaluation, if there was one.
+      folder: Folder for the checkpoints of a run; created if it does not exist, but
+        the folder of the run must exist.
+      counters: Progress of the run.
+      state: All objects that the checkpoint stores, from `training_state`.
+      keep: Number of newest checkpoints to keep.
+      evaluation_return: Mean return of the agent's evaluation, if there was one.
 
     Returns:
-        The folder of the new checkpoint.
+      The folder of the new checkpoint.
 
     Raises:
-        OSError, tf.errors.OpError: The checkpoint cannot be written (see
-            `RunFolder.writing`); earlier checkpoints are not affected.
+      OSError, tf.errors.OpError: The checkpoint cannot be written (see
+        `RunFolder.writing`); earlier checkpoints are not affected.
     """
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
@@ -103,7 +103,7 @@ def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
-        CheckpointError: There is no checkpoint, or it does not match the networks.
+      CheckpointError: There is no checkpoint, or it does not match the networks.
     """
     path = checkpoint_at(folder)
     _load_state(path, state, is_complete=True)
@@ -124,7 +124,7 @@ def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counte
     """Load the agent from a checkpoint, without the other objects of the run.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or does not match the networks.
+      CheckpointError: The checkpoint does not exist, or does not match the networks.
     """
     path = checkpoint_at(folder, which)
     checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
@@ -136,7 +136,7 @@ def read_counters(folder: Path, which: CheckpointId = None) -> Counters:
     """Return the counters stored in a checkpoint, by default the newest.
 
     Raises:
-        CheckpointError: The checkpoint does not exist, or is damaged.
+      CheckpointError: The checkpoint does not exist, or is damaged.
     """
     return _read_counters(checkpoint_at(folder, which))
 
@@ -153,7 +153,7 @@ def checkpoint_at(folder: Path, which: CheckpointId = None) -> Path:
     If several checkpoints tie for the best evaluation, return the earliest.
 
     Raises:
-        CheckpointError: The checkpoint does not exist; the message lists those that do.
+      CheckpointError: The checkpoint does not exist; the message lists those that do.
     """
     complete = _complete_checkpoints(folder)
     if not complete:

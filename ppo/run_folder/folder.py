@@ -88,8 +88,8 @@ class RunFolder:
         empty, because its run never started.
 
         Raises:
-            RunFolderError: The folder is not empty, or cannot be written.
-            RunLockedError: Another process is training a run in this folder.
+          RunFolderError: The folder is not empty, or cannot be written.
+          RunLockedError: Another process is training a run in this folder.
         """
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -127,10 +127,10 @@ class RunFolder:
         files beside the code would have to be trusted again.
 
         Raises:
-            UntrustedCodeError: The run names code or servers that this user has
-                neither used nor trusted before.
-            RunFolderError: The path is not a run folder.
-            ConfigError: The config cannot be read.
+          UntrustedCodeError: The run names code or servers that this user has
+            neither used nor trusted before.
+          RunFolderError: The path is not a run folder.
+          ConfigError: The config cannot be read.
         """
         run, config = cls.read(path)
         source = run.env_source()
@@ -150,8 +150,8 @@ class RunFolder:
         The config may name code, which is loaded when the config is used.
 
         Raises:
-            RunFolderError: The path is not a run folder.
-            ConfigError: The config cannot be read.
+          RunFolderError: The path is not a run folder.
+          ConfigError: The config cannot be read.
         """
         run = cls(path)
         if not path.is_dir():
@@ -189,7 +189,7 @@ class RunFolder:
         """Read the run's env source; without `envs.json`, the envs are local.
 
         Raises:
-            RunFolderError: `envs.json` cannot be read.
+          RunFolderError: `envs.json` cannot be read.
         """
         try:
             return msgspec.convert(read_table(self.env_source_path), EnvSource)
@@ -224,8 +224,8 @@ class RunFolder:
         The kernel releases the lock when the process exits, even if it is killed.
 
         Raises:
-            RunLockedError: Another process is training the run.
-            RunWriteError: The folder cannot be written.
+          RunLockedError: Another process is training the run.
+          RunWriteError: The folder cannot be written.
         """
         if self._is_locked:
             yield

@@ -40,13 +40,13 @@ class MetricsWriter:
     """Appends rows of metrics to `metrics.jsonl` and to TensorBoard events.
 
     Args:
-        folder: Run folder, which contains `metrics.jsonl` and `tensorboard`.
-        config: Settings of the run, which are also written for TensorBoard.
-        resumed_from: Iteration and env steps of the checkpoint that the run resumes
-            from; later rows are discarded, because the run will write them again.
+      folder: Run folder, which contains `metrics.jsonl` and `tensorboard`.
+      config: Settings of the run, which are also written for TensorBoard.
+      resumed_from: Iteration and env steps of the checkpoint that the run resumes
+        from; later rows are discarded, because the run will write them again.
 
     Raises:
-        RunWriteError: The files cannot be written.
+      RunWriteError: The files cannot be written.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class MetricsWriter:
         """Write the metrics after `step` env steps; non-finite values become null.
 
         Raises:
-            RunWriteError: The row cannot be written, for example on a full disk, or
-                the folder has been removed or renamed.
+          RunWriteError: The row cannot be written, for example on a full disk, or
+            the folder has been removed or renamed.
         """
         row = {
             name: value if math.isfinite(value) else None

@@ -22,7 +22,7 @@ def truncate_after(path: Path, iteration: int) -> None:
     """Remove the rows after an iteration from the file, if it exists.
 
     Raises:
-        OSError: The file cannot be read or written.
+      OSError: The file cannot be read or written.
     """
     if not path.exists():
         return
@@ -42,7 +42,7 @@ def last_iteration(path: Path) -> int:
     """Return the last reported iteration, or 0 if there are no rows or no file.
 
     Raises:
-        RunFolderError: The file cannot be read.
+      RunFolderError: The file cannot be read.
     """
     rows = _complete_rows(path) if path.exists() else []
     return int(rows[-1].get("iteration", 0)) if rows else 0
@@ -52,11 +52,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the metrics of a run; `steps` never decreases from row to row.
 
     Returns:
-        A non-empty list of rows. Each row is a dict from metric names to values;
-        non-finite values are None.
+      A non-empty list of rows. Each row is a dict from metric names to values;
+      non-finite values are None.
 
     Raises:
-        RunFolderError: The file cannot be read, or has no complete row.
+      RunFolderError: The file cannot be read, or has no complete row.
     """
     rows = _complete_rows(path)
     if not rows:

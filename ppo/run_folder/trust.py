@@ -94,9 +94,9 @@ def describe_code(
     """Return one line that lists the code and servers of a run; empty if none.
 
     Args:
-        config: The config of the run.
-        source: The source of its envs.
-        typed: Names, files and addresses that the user has typed, which are omitted.
+      config: The config of the run.
+      source: The source of its envs.
+      typed: Names, files and addresses that the user has typed, which are omitted.
     """
     parts = []
     for setting, names in code_names(config, source).items():

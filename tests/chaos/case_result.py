@@ -16,7 +16,7 @@ class Check:
     Attributes:
       meaning: Name of the measured quantity, with its unit.
       measured: The measured number; nan if nothing was measured, which misses every
-        goal.
+      goal.
       bound: The number to compare `measured` with.
       kind: The comparison: "<=", ">=" or "==".
     """

@@ -56,7 +56,7 @@ class RecoveryTimes:
         Args:
           status: uint8 `[n]`.
           began: Monotonic time when the call began, which also counts as the start of
-            faults for which `start` was not called.
+          faults for which `start` was not called.
           now: Monotonic time when the call ended.
           rows: int64 `[n]`; the rows of the result; None for all.
         """

@@ -57,7 +57,7 @@ class Direction:
     Attributes:
       faults: The current faults; may be replaced at any time.
       counts: Number of occurrences of each fault, by field name; "messages" counts all
-        messages.
+      messages.
     """
 
     def __init__(self, faults: NetworkFaults, seed: int) -> None:

@@ -152,7 +152,7 @@ class PeerResult:
       later: Number of later calls by outcome.
       num_wrong: Number of rows reported as valid that belong to another action.
       has_recovered: Whether the last call returned a correct, valid result for each
-        row.
+      row.
     """
 
     first: str

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     Attributes:
       data: The bytes as transmitted.
       is_message: Whether they are a whole message; otherwise they are part of the
-        handshake, which must be forwarded exactly once.
+      handshake, which must be forwarded exactly once.
     """
 
     data: bytes

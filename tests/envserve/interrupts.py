@@ -30,7 +30,7 @@ def run_traced(
       call: The function to call.
       line: Interrupt before this executed line, counting from 1; -1 never interrupts.
       is_traced: Function that takes a file's path, and returns whether to count its
-        lines.
+      lines.
     """
     places: list[Place] = []
 

@@ -599,11 +599,11 @@ def measure(
     """Measure 100 % of an env.
 
     Args:
-        env: Env to measure.
-        files: Files, over
-            two lines.
-        rate: Rates.
-        open_: Open it.
+      env: Env to measure.
+      files: Files, over
+        two lines.
+      rate: Rates.
+      open_: Open it.
     """
 
 

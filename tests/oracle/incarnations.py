@@ -76,7 +76,7 @@ def audit(incarnations: Iterable[Incarnation], records: Array) -> tuple[int, lis
 
     Returns:
       The number of actions that were applied but whose result was never received, and a
-        description of each contradiction.
+      description of each contradiction.
     """
     unmatched: dict[int, list[Incarnation]] = defaultdict(list)
     for incarnation in incarnations:

@@ -64,7 +64,7 @@ class Ledger:
       num_late: Number of LATE rows.
       losses: Number of lost rows by status.
       num_unseen: Number of actions that were applied but whose result was never
-        received; set by `finish`.
+      received; set by `finish`.
       longest_seconds: Duration of the longest call so far; see `within`.
     """
 

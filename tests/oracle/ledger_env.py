@@ -55,12 +55,12 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         Args:
           length: Number of steps in an episode.
           journal: A folder in which a journal of applied actions is written, or an
-            object with the methods of `Journal`.
+          object with the methods of `Journal`.
           failures: Failures, by their name in `FAILURES`, for example `{"kill":
-            {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
-            "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
-            has been applied and written to the journal. Random failures are
-            deterministic for a given seed.
+          {"probability": 0.001, "when": "after"}, "hang": {"actions": [999],
+          "seconds": 2.0}, "raise": {"steps": [3, 7]}}`. "after" means that the action
+          has been applied and written to the journal. Random failures are
+          deterministic for a given seed.
         """
         low, high = np.iinfo(np.int64).min, np.iinfo(np.int64).max
         self.observation_space = spaces.Box(low, high, (4,), np.int64)

@@ -43,10 +43,10 @@ class Case(NamedTuple):
 
     Attributes:
       part: The name of a leaf, or observation, reward, terminated, truncated, info or
-        step.
+      step.
       value: The value that the env returns for this part.
       expected: The value that the client receives, `...` if it is the same value, or a
-        part of the error message.
+      part of the error message.
     """
 
     part: str

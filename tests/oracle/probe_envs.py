@@ -209,7 +209,7 @@ class ChaosLedgerEnv(LedgerEnv):
         Args:
           max_reset_seconds: Maximum of the random duration of a reset.
           failure_flag: A file; while it exists, the constructor raises and appends the
-            time to it.
+          time to it.
           options: Arguments of `LedgerEnv`.
 
         Raises:

@@ -43,7 +43,7 @@ class ReferenceModel:
 
     Attributes:
       observed: int64 `[num_envs, 4]`; the last observation of each env, -1 before its
-        first reset.
+      first reset.
       has_ended: bool `[num_envs]`; whether an env must be reset before its next step.
       is_pending: bool `[num_envs]`; whether the last status was PENDING.
       awaited_action: int64 `[num_envs]`; the action sent when the row became PENDING.
@@ -65,15 +65,15 @@ class ReferenceModel:
 
         Args:
           root_seed: The seed of the batch. If None, the envs get their seeds from
-            elsewhere, and the seed after a loss only has to be new to its row.
+          elsewhere, and the seed after a loss only has to be new to its row.
           length: Number of steps in an episode.
           autoreset: The autoreset mode: same_step, next_step or disabled.
           first_env_index: Index of row 0 among all rows that are seeded from
-            `root_seed`.
+          `root_seed`.
           max_skipped_incarnations: Maximum number of times that an env may have been
-            rebuilt before the caller receives a result of it.
+          rebuilt before the caller receives a result of it.
           incarnations_per_lease: Difference between the first incarnations of two
-            consecutive leases of a client.
+          consecutive leases of a client.
         """
         self.observed = np.full((num_envs, 4), -1, np.int64)
         self.has_ended = np.zeros(num_envs, np.bool_)

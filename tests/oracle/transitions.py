@@ -21,10 +21,10 @@ class Transition(NamedTuple):
 
     Attributes:
       observation: The observation returned to the caller; if a new episode was started,
-        its first observation.
+      its first observation.
       reward: float64; equals the action, or 0 if the step reset the env.
       final_observation: The last observation of the episode; only meaningful where the
-        episode ended.
+      episode ended.
       is_applied: bool; whether the action was applied; False if the step reset the env.
       has_ended: bool; whether the env must be reset before its next step.
     """
@@ -47,7 +47,7 @@ def advance(
       before: int64 `[n, 4]`; the previous observations.
       actions: int64 `[n]`.
       has_ended: bool `[n]`; whether the episode has ended, so that the step resets the
-        env.
+      env.
       length: Number of steps in an episode.
       same_step: Whether an env is reset in the step that ends its episode.
     """

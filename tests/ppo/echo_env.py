@@ -13,8 +13,8 @@ class EchoEnv(gymnasium.Env[Any, Any]):
     """Observes episode, step, last action, last reward, whether it terminated, noise.
 
     Args:
-        masks: Whether actions are Discrete and masked at random.
-        fails: Whether steps fail at random.
+      masks: Whether actions are Discrete and masked at random.
+      fails: Whether steps fail at random.
     """
 
     def __init__(self, masks: bool = False, fails: bool = False) -> None:

@@ -22,15 +22,15 @@ class CountingBatchEnv:
     Every reward is 1.
 
     Args:
-        lengths: Number of steps in the episodes of each env.
-        terminates: Whether the episodes of each env end by termination; by default
-            they end by truncation.
-        lost: Pairs (batch step, b) at which the step and its episode are lost.
-        action_space: Action space of one env.
-        observation_space: Observation space of one env.
-        observe: Converts rows `[num_envs, 2]` to observations of another space.
-        make_info: Returns the info at the end of an episode, given batch step and b.
-            The info of a lost step contains a fault.
+      lengths: Number of steps in the episodes of each env.
+      terminates: Whether the episodes of each env end by termination; by default
+        they end by truncation.
+      lost: Pairs (batch step, b) at which the step and its episode are lost.
+      action_space: Action space of one env.
+      observation_space: Observation space of one env.
+      observe: Converts rows `[num_envs, 2]` to observations of another space.
+      make_info: Returns the info at the end of an episode, given batch step and b.
+        The info of a lost step contains a fault.
     """
 
     def __init__(

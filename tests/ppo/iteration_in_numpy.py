@@ -165,8 +165,8 @@ def forward(layers: Sequence[Array], rows: Array) -> list[Array]:
     """Return the inputs of each layer of a tanh perceptron, and its outputs.
 
     Args:
-        layers: Kernels and biases in turn.
-        rows: Inputs, `[N, D]`.
+      layers: Kernels and biases in turn.
+      rows: Inputs, `[N, D]`.
     """
     arrays = [rows]
     for kernel, bias in zip(layers[::2], layers[1::2], strict=True):
@@ -193,17 +193,17 @@ class Reference:
     """A training run that gets its rollouts and the order of rows from another one.
 
     Args:
-        config: The settings of the run.
-        observation_space: Observation space of one env, with one Box.
-        action_space: Action space of one env.
-        policy: Initial kernels and biases of the policy network in turn; then, unless
-            they depend on the state, the log standard deviations.
-        value: Initial kernels and biases of the value network.
+      config: The settings of the run.
+      observation_space: Observation space of one env, with one Box.
+      action_space: Action space of one env.
+      policy: Initial kernels and biases of the policy network in turn; then, unless
+        they depend on the state, the log standard deviations.
+      value: Initial kernels and biases of the value network.
 
     Attributes:
-        networks: Current parameters of the policy network and of the value network.
-        first_moments: Adam's first moments of all parameters.
-        second_moments: Adam's second moments of all parameters.
+      networks: Current parameters of the policy network and of the value network.
+      first_moments: Adam's first moments of all parameters.
+      second_moments: Adam's second moments of all parameters.
     """
 
     def __init__(

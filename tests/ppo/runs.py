@@ -107,9 +107,9 @@ class Maker:
     """Fake of `MakeEnv` that returns fake batches and records its arguments.
 
     Args:
-        make: Returns a fake, given the number of envs.
-        evaluation: Returns a fake for an evaluation, given the number of fakes made
-            before. If given, it is used for all calls except the first.
+      make: Returns a fake, given the number of envs.
+      evaluation: Returns a fake for an evaluation, given the number of fakes made
+        before. If given, it is used for all calls except the first.
     """
 
     def __init__(

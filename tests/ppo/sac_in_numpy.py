@@ -22,13 +22,13 @@ class Reference:
     Observations are vectors, and critics have one hidden layer.
 
     Args:
-        config: The settings of the run.
-        networks: Initial kernels and biases of the policy, the two critics and the two
-            target networks.
+      config: The settings of the run.
+      networks: Initial kernels and biases of the policy, the two critics and the two
+        target networks.
 
     Attributes:
-        networks: Current kernels and biases.
-        log_temperature: Logarithm of the current temperature, `[1]`.
+      networks: Current kernels and biases.
+      log_temperature: Logarithm of the current temperature, `[1]`.
     """
 
     def __init__(self, config: Config, networks: list[list[Array]]) -> None:
@@ -56,8 +56,8 @@ class Reference:
         """Take gradient steps, and return the mean of each metric.
 
         Args:
-            samples: Indices of transitions in the replay buffer, `[steps, N]`.
-            noise_of: Returns the noise of a gradient step, `[2, N, A]`.
+          samples: Indices of transitions in the replay buffer, `[steps, N]`.
+          noise_of: Returns the noise of a gradient step, `[2, N, A]`.
         """
         steps = [
             self._step([*zip(*(self._transitions[i] for i in chosen), strict=True)], n)

@@ -57,7 +57,7 @@ class Hijacker:
 
         Raises:
           Violation: The attempt had an effect, or its answer differs from the answer to
-            an unknown session.
+          an unknown session.
         """
         self._num_messages += 1
         if self._num_messages % _MESSAGES_PER_ATTEMPT:

@@ -39,8 +39,8 @@ class ActionAdapter:
     """Adapter between a policy and an action space.
 
     Attributes:
-        output_size: Number of outputs of the policy network per row.
-        noise_size: Number of noise values per row that sampling needs.
+      output_size: Number of outputs of the policy network per row.
+      noise_size: Number of noise values per row that sampling needs.
     """
 
     distribution_type: type[Any]
@@ -58,8 +58,8 @@ class ActionAdapter:
         """Return noise for sampling actions, `[num_rows, noise_size]`.
 
         Args:
-            num_rows: Number of actions.
-            seed: int32 pair.
+          num_rows: Number of actions.
+          seed: int32 pair.
         """
         return self.distribution_type.noise(num_rows, self.noise_size, seed)
 
@@ -67,8 +67,8 @@ class ActionAdapter:
         """Return the action distribution.
 
         Args:
-            parameters: Logits, or means and log standard deviations.
-            allowed: The action mask, bool `[N, output_size]`, or None to allow all.
+          parameters: Logits, or means and log standard deviations.
+          allowed: The action mask, bool `[N, output_size]`, or None to allow all.
         """
         return self.distribution_type(*parameters)
 
@@ -101,8 +101,8 @@ class ActionAdapter:
         """Check that the action mask, if any, has one flag per action.
 
         Raises:
-            UnsupportedSpaceError: The mask has the wrong shape, the action space does
-                not support masks, or observations contain nothing but the mask.
+          UnsupportedSpaceError: The mask has the wrong shape, the action space does
+            not support masks, or observations contain nothing but the mask.
         """
         if not (
             isinstance(observation_space, gymnasium.spaces.Dict)
@@ -141,13 +141,13 @@ def make_action_adapter(
     """Return the adapter for an action space.
 
     Args:
-        space: The action space of one env.
-        config: The config, which selects the distribution of Box actions. Without a
-            config, the distribution is Gaussian.
+      space: The action space of one env.
+      config: The config, which selects the distribution of Box actions. Without a
+        config, the distribution is Gaussian.
 
     Raises:
-        UnsupportedSpaceError: The space is not supported, or the distribution in the
-            config does not support it.
+      UnsupportedSpaceError: The space is not supported, or the distribution in the
+        config does not support it.
     """
     check_action_space(space)
     if isinstance(space, gymnasium.spaces.Box):

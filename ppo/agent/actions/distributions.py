@@ -53,8 +53,8 @@ class DiagonalGaussian:
     """Independent normal distributions over the last axis.
 
     Attributes:
-        mean: float32 `[N, A]`.
-        log_std: float32, `[A]` (shared by all rows) or `[N, A]`.
+      mean: float32 `[N, A]`.
+      log_std: float32, `[A]` (shared by all rows) or `[N, A]`.
     """
 
     mean: tf.Tensor
@@ -133,7 +133,7 @@ class Categorical:
     """Choice of one of K actions, numbered from 0.
 
     Attributes:
-        logits: Unnormalised log-probabilities, float32 `[N, K]`.
+      logits: Unnormalised log-probabilities, float32 `[N, K]`.
     """
 
     logits: tf.Tensor
@@ -190,7 +190,7 @@ class MultiCategorical(Categorical):
     """D independent choices; choice d has `sizes[d]` options, numbered from 0.
 
     Attributes:
-        logits: float32 `[N, D, max(sizes)]`; logits beyond a choice's size are masked.
+      logits: float32 `[N, D, max(sizes)]`; logits beyond a choice's size are masked.
     """
 
     @classmethod
@@ -200,9 +200,9 @@ class MultiCategorical(Categorical):
         """Create the distribution from the concatenated logits of all choices.
 
         Args:
-            logits: float32 `[N, sum(sizes)]`.
-            sizes: Number of options of each choice.
-            allowed: Action mask, bool `[N, sum(sizes)]`; None allows all.
+          logits: float32 `[N, sum(sizes)]`.
+          sizes: Number of options of each choice.
+          allowed: Action mask, bool `[N, sum(sizes)]`; None allows all.
         """
         rows = padded_choices(logits, sizes)
         if allowed is not None:
@@ -234,7 +234,7 @@ class Bernoulli:
     """Independent bits over the last axis.
 
     Attributes:
-        logits: Log odds that a bit is 1, float32 `[N, A]`.
+      logits: Log odds that a bit is 1, float32 `[N, A]`.
     """
 
     logits: tf.Tensor
@@ -292,8 +292,8 @@ def masked_logits(logits: tf.Tensor, allowed: tf.Tensor) -> tf.Tensor:
     at the end of an episode and as padding; their actions have no effect.
 
     Args:
-        logits: float32 `[..., K]`.
-        allowed: bool `[..., K]`.
+      logits: float32 `[..., K]`.
+      allowed: bool `[..., K]`.
     """
     allowed |= ~tf.reduce_any(allowed, axis=-1, keepdims=True)
     return tf.where(allowed, logits, FORBIDDEN)
@@ -309,11 +309,11 @@ def padded_choices(values: tf.Tensor, sizes: Sequence[int]) -> tf.Tensor:
     """Split the values of concatenated choices, and pad them to the largest size.
 
     Args:
-        values: Concatenated values of all D choices, `[N, sum(sizes)]`.
-        sizes: Number of options of each choice.
+      values: Concatenated values of all D choices, `[N, sum(sizes)]`.
+      sizes: Number of options of each choice.
 
     Returns:
-        Values `[N, D, max(sizes)]`, padded with 0 or False.
+      Values `[N, D, max(sizes)]`, padded with 0 or False.
     """
     longest = max(sizes)
     if min(sizes) == longest:

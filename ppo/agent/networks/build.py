@@ -63,14 +63,14 @@ def build_networks(
     """Create the networks of a config.
 
     Args:
-        preprocess: Preprocessor of the env's observations.
-        actions: Adapter for the env's action space.
-        config: The settings of the networks.
+      preprocess: Preprocessor of the env's observations.
+      actions: Adapter for the env's action space.
+      config: The settings of the networks.
 
     Raises:
-        UnsupportedSpaceError: The network is "cnn", but the observations contain no
-            image.
-        ConfigError: A custom network cannot be loaded or does not match the spaces.
+      UnsupportedSpaceError: The network is "cnn", but the observations contain no
+        image.
+      ConfigError: A custom network cannot be loaded or does not match the spaces.
     """
     seeds = np.random.SeedSequence(config.seed).generate_state(6) >> 2
     policy_seed, value_seed, *other_seeds = map(int, seeds)

@@ -30,11 +30,11 @@ def channels_last(images: tf.Tensor) -> tf.Tensor:
     `image_axes` determines the channel axis. Stacked frames become channels.
 
     Args:
-        images: `[N, H, W]`, `[N, H, W, C]`, `[N, C, H, W]`, `[N, S, H, W, C]` or
-            `[N, S, C, H, W]`, where S is the number of stacked frames.
+      images: `[N, H, W]`, `[N, H, W, C]`, `[N, C, H, W]`, `[N, S, H, W, C]` or
+        `[N, S, C, H, W]`, where S is the number of stacked frames.
 
     Returns:
-        `[N, H, W, channels]`.
+      `[N, H, W, channels]`.
     """
     shape = tuple(images.shape[1:])
     height, width, channels = image_axes(shape)
@@ -53,12 +53,12 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
     Layers have orthogonal weights with gain sqrt(2), zero biases and ReLU activations.
 
     Args:
-        shape: Shape of an image, in any layout that `channels_last` accepts.
-        seed: Seed of the weights; the index of the layer is added to it.
+      shape: Shape of an image, in any layout that `channels_last` accepts.
+      seed: Seed of the weights; the index of the layer is added to it.
 
     Returns:
-        A model from float32 `[N, H, W, channels]` to features, 512 for large images and
-        128 for small ones.
+      A model from float32 `[N, H, W, channels]` to features, 512 for large images and
+      128 for small ones.
     """
     height, width, channels = image_axes(tuple(shape))
     sides = shape[height], shape[width]
@@ -97,11 +97,11 @@ class ImageTorso(NetworkPart):
     """Applies a convolutional network to each image, and appends other observations.
 
     Args:
-        spaces: Spaces of the leaves of the observation.
-        seed: Seed of the weights.
+      spaces: Spaces of the leaves of the observation.
+      seed: Seed of the weights.
 
     Attributes:
-        size: Number of features.
+      size: Number of features.
     """
 
     def __init__(self, spaces: Sequence[gymnasium.Space[Any]], seed: int) -> None:

@@ -30,20 +30,20 @@ class CustomModel:
     of a row must depend only on the row and on the trainable variables.
 
     Args:
-        model: The user's model.
-        name: Value of the setting `network`, for error messages.
-        input_space: Space of the model's input, without the batch axis.
-        size: Expected number of policy outputs per row.
+      model: The user's model.
+      name: Value of the setting `network`, for error messages.
+      input_space: Space of the model's input, without the batch axis.
+      size: Expected number of policy outputs per row.
 
     Attributes:
-        model: The user's model.
-        trackables: Objects that a checkpoint must store, by name.
-        trainable_variables: Keras variables that the optimizer updates.
-        policy_variables: The model's `policy_variables`, that is, the trainable
-            variables of its policy; empty if the model does not have this attribute.
+      model: The user's model.
+      trackables: Objects that a checkpoint must store, by name.
+      trainable_variables: Keras variables that the optimizer updates.
+      policy_variables: The model's `policy_variables`, that is, the trainable
+        variables of its policy; empty if the model does not have this attribute.
 
     Raises:
-        ConfigError: The outputs or the variables are not as expected.
+      ConfigError: The outputs or the variables are not as expected.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class CustomHead(NetworkPart):
     """Applies a head to one of the two outputs of a custom model.
 
     Args:
-        index: Index of the output: 0 for the policy, 1 for the value.
-        head: The head.
+      index: Index of the output: 0 for the policy, 1 for the value.
+      head: The head.
     """
 
     def __init__(self, index: int, head: Any) -> None:
@@ -159,14 +159,14 @@ def make_custom_model(
     """Create and check the custom model of a config.
 
     Args:
-        config: The config, which names the function.
-        input_space: Space of the model's input, without the batch axis.
-        size: Number of policy outputs per row.
-        seed: Seed of the weights.
+      config: The config, which names the function.
+      input_space: Space of the model's input, without the batch axis.
+      size: Number of policy outputs per row.
+      seed: Seed of the weights.
 
     Raises:
-        ConfigError: The function does not exist or raises, or its model has unexpected
-            outputs or variables.
+      ConfigError: The function does not exist or raises, or its model has unexpected
+        outputs or variables.
     """
     make = load_user_code("network", config.network)
     with user_code_errors(f"network {config.network}", make):

@@ -84,14 +84,14 @@ def mlp_in_numpy(
     """Return the NumPy form of a perceptron, float32 `[N, D]` to `[N, K]`.
 
     Args:
-        model: Result of `mlp`.
-        read: Returns the value of a variable.
-        num_rows: Largest N. Biases are repeated for as many rows, because adding them
-            is then twice as fast as broadcasting one row.
-        activations: Name of the activation function after each layer.
+      model: Result of `mlp`.
+      read: Returns the value of a variable.
+      num_rows: Largest N. Biases are repeated for as many rows, because adding them
+        is then twice as fast as broadcasting one row.
+      activations: Name of the activation function after each layer.
 
     Returns:
-        The function, or None if an activation function has no NumPy form.
+      The function, or None if an activation function has no NumPy form.
     """
     if not set(activations) <= set(_ACTIVATIONS):
         return None
@@ -133,8 +133,8 @@ class NetworkPart:
         """Return the NumPy form of `__call__`, or None if there is none.
 
         Args:
-            read: Returns the value of a variable.
-            num_rows: Largest number of rows.
+          read: Returns the value of a variable.
+          num_rows: Largest number of rows.
         """
         return None
 

@@ -29,14 +29,14 @@ class RecurrentCore(NetworkPart):
     """Summarises the observations of an episode so far in one vector per row.
 
     Args:
-        input_size: Number of inputs per row.
-        hidden_sizes: Sizes of the hidden layers before the GRU.
-        units: Number of units of the GRU.
-        activation: Activation function of the hidden layers.
-        seed: Seed of the weights; the index of the layer is added to it.
+      input_size: Number of inputs per row.
+      hidden_sizes: Sizes of the hidden layers before the GRU.
+      units: Number of units of the GRU.
+      activation: Activation function of the hidden layers.
+      seed: Seed of the weights; the index of the layer is added to it.
 
     Attributes:
-        units: Size of the state and of the output.
+      units: Size of the state and of the output.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class RecurrentCore(NetworkPart):
         """Run one step of the GRU.
 
         Args:
-            embedding: Result of `embed`, `[N, D]`.
-            state: State before the step, `[N, units]`.
+          embedding: Result of `embed`, `[N, D]`.
+          state: State before the step, `[N, units]`.
 
         Returns:
-            The output for the heads, float32 `[N, units]`. `next_state` computes the
-            state of the next step from it.
+          The output for the heads, float32 `[N, units]`. `next_state` computes the
+          state of the next step from it.
         """
         output, _ = self._cell(embedding, [state])
         return output
@@ -128,15 +128,15 @@ class RecurrentCore(NetworkPart):
         """Run the GRU over N sequences of L steps.
 
         Args:
-            embedding: Results of `embed`, float32 `[L, N, D]`.
-            state: States before the first step, float32 `[N, units]`.
-            ended: bool `[L, N]`; whether an episode ended in the step.
-            pending: bool `[L, N]`; whether the row was padding in the step; see
-                `is_pending`.
+          embedding: Results of `embed`, float32 `[L, N, D]`.
+          state: States before the first step, float32 `[N, units]`.
+          ended: bool `[L, N]`; whether an episode ended in the step.
+          pending: bool `[L, N]`; whether the row was padding in the step; see
+            `is_pending`.
 
         Returns:
-            The outputs of all steps, `[L, N, units]`, and the states after the last
-            step.
+          The outputs of all steps, `[L, N, units]`, and the states after the last
+          step.
         """
         length = embedding.shape[0]
         outputs = tf.TensorArray(tf.float32, length, element_shape=state.shape)
@@ -175,8 +175,8 @@ class States(NamedTuple):
         """Return the states at the start of an episode.
 
         Args:
-            num_rows: Number of rows.
-            sizes: Number of units of each core.
+          num_rows: Number of rows.
+          sizes: Number of units of each core.
         """
         states = tuple(np.zeros([num_rows, size], np.float32) for size in sizes)
         return cls(states, states)
@@ -185,9 +185,9 @@ class States(NamedTuple):
         """Return the states for the next step.
 
         Args:
-            terminated: bool `[n]`; whether the current step terminated an episode.
-            truncated: bool `[n]`; whether the current step truncated an episode.
-            status: `envserve.slab.Status` of the current step, uint8 `[n]`.
+          terminated: bool `[n]`; whether the current step terminated an episode.
+          truncated: bool `[n]`; whether the current step truncated an episode.
+          status: `envserve.slab.Status` of the current step, uint8 `[n]`.
         """
         if not self.after:
             return self
@@ -214,13 +214,13 @@ def next_state(
     observation again, and the core must not process an observation twice.
 
     Args:
-        state: States before the step, `[N, units]`.
-        output: Outputs of the core in the step, `[N, units]`.
-        ended: bool `[N]`; whether the step ended an episode, for any reason.
-        pending: bool `[N]`; whether the row was padding in the step; see `is_pending`.
+      state: States before the step, `[N, units]`.
+      output: Outputs of the core in the step, `[N, units]`.
+      ended: bool `[N]`; whether the step ended an episode, for any reason.
+      pending: bool `[N]`; whether the row was padding in the step; see `is_pending`.
 
     Returns:
-        Zero, `state` or `output` for each row, `[N, units]`.
+      Zero, `state` or `output` for each row, `[N, units]`.
     """
     following = tf.where(pending[:, None], state, output)
     return tf.where(ended[:, None], tf.zeros_like(following), following)
@@ -230,6 +230,6 @@ def is_pending(status: tf.Tensor) -> tf.Tensor:
     """Return a bool mask of the padding rows, in which no env was stepped.
 
     Args:
-        status: `envserve.slab.Status` as uint8.
+      status: `envserve.slab.Status` as uint8.
     """
     return tf.equal(status, tf.constant(int(Status.PENDING), tf.uint8))

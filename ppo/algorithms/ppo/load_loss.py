@@ -26,8 +26,8 @@ def load_policy_loss(
     yet, so it suffices that the loss accepts either categorical or Gaussian actions.
 
     Raises:
-        ConfigError: The function does not exist, expects arguments that are not
-            available, raises, or does not return a scalar with a non-zero gradient.
+      ConfigError: The function does not exist, expects arguments that are not
+        available, raises, or does not return a scalar with a non-zero gradient.
     """
     if ":" not in config.objective:
         return losses.policy_loss

@@ -19,9 +19,9 @@ class PPO(Algorithm):
     """Proximal policy optimisation.
 
     Attributes:
-        updater: Trains the agent on the rollout of an iteration.
-        return_scale: Computes the factor that scales rewards: the inverse of the
-            running standard deviation of the return.
+      updater: Trains the agent on the rollout of an iteration.
+      return_scale: Computes the factor that scales rewards: the inverse of the
+        running standard deviation of the return.
     """
 
     supports_several_learners = True

@@ -29,20 +29,20 @@ class AdaptiveCoefficient:
     """A positive coefficient that adapts to the KL divergence of each iteration.
 
     Args:
-        initial: Initial value; clipped to the bounds.
-        low_kl: KL divergence, in nats, below which the coefficient is divided by
-            `factor`.
-        high_kl: KL divergence, in nats, above which the coefficient is multiplied by
-            `factor`.
-        factor: Above 1 if a larger coefficient slows policy changes (a penalty), below
-            1 if it accelerates them (a learning rate).
-        bounds: Minimum and maximum. The minimum must be positive, because
-            multiplication cannot leave 0.
-        idle_kl: KL divergence, in nats, below which the coefficient is not divided,
-            but left unchanged.
+      initial: Initial value; clipped to the bounds.
+      low_kl: KL divergence, in nats, below which the coefficient is divided by
+        `factor`.
+      high_kl: KL divergence, in nats, above which the coefficient is multiplied by
+        `factor`.
+      factor: Above 1 if a larger coefficient slows policy changes (a penalty), below
+        1 if it accelerates them (a learning rate).
+      bounds: Minimum and maximum. The minimum must be positive, because
+        multiplication cannot leave 0.
+      idle_kl: KL divergence, in nats, below which the coefficient is not divided,
+        but left unchanged.
 
     Attributes:
-        variable: float64 variable that holds the coefficient; checkpoints store it.
+      variable: float64 variable that holds the coefficient; checkpoints store it.
     """
 
     initial: float
@@ -81,8 +81,8 @@ class Schedules:
     """Computes the coefficients of each iteration according to the config.
 
     Attributes:
-        trackables: Maps names to the objects that a checkpoint must store. The names do
-            not depend on the config, because a run may be resumed with other settings.
+      trackables: Maps names to the objects that a checkpoint must store. The names do
+        not depend on the config, because a run may be resumed with other settings.
     """
 
     def __init__(self, config: Config) -> None:
@@ -123,7 +123,7 @@ class Schedules:
         """Return the coefficients of the next iteration.
 
         Args:
-            progress: Fraction of the run that is complete, in [0, 1].
+          progress: Fraction of the run that is complete, in [0, 1].
         """
         config = self._config
         remaining = 1.0 - progress

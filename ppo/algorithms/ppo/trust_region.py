@@ -20,8 +20,8 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
     """Return the optimizer that a config names.
 
     Raises:
-        ConfigError: A custom function does not exist, raises, or does not return an
-            optimizer whose learning rate can be assigned.
+      ConfigError: A custom function does not exist, raises, or does not return an
+        optimizer whose learning rate can be assigned.
     """
     if ":" not in config.optimizer:
         kind = {
@@ -49,8 +49,8 @@ class EpochRollback:
     is restored.
 
     Args:
-        variables: Variables to restore.
-        optimizer: Optimizer that was built with these variables, among others.
+      variables: Variables to restore.
+      optimizer: Optimizer that was built with these variables, among others.
     """
 
     def __init__(self, variables: Sequence[Any], optimizer: keras.optimizers.Optimizer):
@@ -80,12 +80,12 @@ def clip_by_network(
     """Clip the gradients of each network to a maximum norm.
 
     Args:
-        gradients: Gradients of all variables.
-        networks: For each network, the indices of its gradients in `gradients`.
-        max_norm: Maximum global norm of the gradients of one network.
+      gradients: Gradients of all variables.
+      networks: For each network, the indices of its gradients in `gradients`.
+      max_norm: Maximum global norm of the gradients of one network.
 
     Returns:
-        The clipped gradients, and the global norm of all gradients before clipping.
+      The clipped gradients, and the global norm of all gradients before clipping.
     """
     clipped, norms = list(gradients), []
     for indices in networks:

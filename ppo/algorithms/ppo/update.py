@@ -46,15 +46,15 @@ class Updater:
     """Trains an agent with PPO.
 
     Args:
-        agent: Agent to train.
-        config: Settings, in which `num_envs` and `minibatch_size` are this learner's
-            share. Without `jit_compile`, the same graph runs as plain TensorFlow, but
-            shuffles with different random numbers.
-        policy_loss: Loss function of the policy; see `ppo.algorithms.ppo.load_loss`.
-        learners: Group of learners; each computes its share of every minibatch.
+      agent: Agent to train.
+      config: Settings, in which `num_envs` and `minibatch_size` are this learner's
+        share. Without `jit_compile`, the same graph runs as plain TensorFlow, but
+        shuffles with different random numbers.
+      policy_loss: Loss function of the policy; see `ppo.algorithms.ppo.load_loss`.
+      learners: Group of learners; each computes its share of every minibatch.
 
     Attributes:
-        trackables: Maps names to the objects that a checkpoint must store.
+      trackables: Maps names to the objects that a checkpoint must store.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class Updater:
         """Train for up to `epochs` epochs on a rollout.
 
         Args:
-            rollout: Rollout collected by the agent with its current parameters.
-            reward_scale: Factor to multiply rewards by.
-            progress: Fraction of the run that is complete, in [0, 1).
-            seed: Seed of the shuffling.
+          rollout: Rollout collected by the agent with its current parameters.
+          reward_scale: Factor to multiply rewards by.
+          progress: Fraction of the run that is complete, in [0, 1).
+          seed: Seed of the shuffling.
 
         Returns:
-            A dict of metrics: `METRICS`; `ratio_deviation`, the largest distance of a
-            probability ratio from 1 before the first gradient step (more than 1e-3
-            indicates a bug); `explained_variance` of the values before the update;
-            `epochs_run`, the number of epochs that trained the policy; `undone_epochs`
-            (0 or 1); `kl`, KL(old || new) after the update; and the `learning_rate`.
-            With a KL penalty, also the `kl_penalty`.
+          A dict of metrics: `METRICS`; `ratio_deviation`, the largest distance of a
+          probability ratio from 1 before the first gradient step (more than 1e-3
+          indicates a bug); `explained_variance` of the values before the update;
+          `epochs_run`, the number of epochs that trained the policy; `undone_epochs`
+          (0 or 1); `kl`, KL(old || new) after the update; and the `learning_rate`.
+          With a KL penalty, also the `kl_penalty`.
 
         Raises:
-            DivergedError: A gradient was not finite; the parameters are now unusable.
+          DivergedError: A gradient was not finite; the parameters are now unusable.
         """
         config = self._config
         coefficients = self._schedules.at(progress)
@@ -232,10 +232,10 @@ class Updater:
         """Prepare the rollout for learning.
 
         Returns:
-            * The samples.
-            * The features, final features and rewards, as arguments for `_advantages`.
-            * The advantages and targets, the dict that `_advantages` returns.
-            * The value of each sample, and the metric `ratio_deviation`, as a pair.
+          * The samples.
+          * The features, final features and rewards, as arguments for `_advantages`.
+          * The advantages and targets, the dict that `_advantages` returns.
+          * The value of each sample, and the metric `ratio_deviation`, as a pair.
         """
         features, final_features = [
             self._agent.preprocess(tf.nest.map_structure(_flat, observation))
@@ -277,7 +277,7 @@ class Updater:
         """Take one gradient step per minibatch.
 
         Returns:
-            The mean of each metric over the valid rows, in the order of `METRICS`.
+          The mean of each metric over the valid rows, in the order of `METRICS`.
         """
         config = self._config
         count = config.steps_per_iteration // config.minibatch_size

@@ -30,10 +30,10 @@ class ReplayBuffer:
     memory only as the buffer fills.
 
     Args:
-        capacity: Maximum number of transitions; the oldest are overwritten.
+      capacity: Maximum number of transitions; the oldest are overwritten.
 
     Attributes:
-        size: Number of transitions in the buffer.
+      size: Number of transitions in the buffer.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -52,9 +52,9 @@ class ReplayBuffer:
         this episode, not the first observation of the next episode.
 
         Raises:
-            ConfigError: This host does not have enough memory for the buffer.
-            CheckpointError: Transitions that were read from files have other shapes or
-                dtypes.
+          ConfigError: This host does not have enough memory for the buffer.
+          CheckpointError: Transitions that were read from files have other shapes or
+            dtypes.
         """
         valid, done = rollout.valid, rollout.done[rollout.valid]
         with np.errstate(over="ignore"):  # infinite rewards cause a `DivergedError`
@@ -95,7 +95,7 @@ class ReplayBuffer:
         checkpoint is complete.
 
         Raises:
-            OSError: The file cannot be written.
+          OSError: The file cannot be written.
         """
         for path, _, end in _files(folder):
             if end <= self._num_saved - self._capacity:
@@ -120,9 +120,9 @@ class ReplayBuffer:
         Remove files with later transitions, because a resumed run repeats these steps.
 
         Raises:
-            OSError: A file cannot be removed.
-            CheckpointError: A file is damaged.
-            ConfigError: This host does not have enough memory for the buffer.
+          OSError: A file cannot be removed.
+          CheckpointError: A file is damaged.
+          ConfigError: This host does not have enough memory for the buffer.
         """
         for partial in folder.glob("*.partial"):  # left behind by a run that was killed
             partial.unlink()
@@ -153,8 +153,8 @@ class ReplayBuffer:
         """Allocate the arrays; if they exist, check that they fit `leaves`.
 
         Raises:
-            CheckpointError: They do not fit; the message names `source`.
-            ConfigError: This host does not have enough memory.
+          CheckpointError: They do not fit; the message names `source`.
+          ConfigError: This host does not have enough memory.
         """
         if not self._arrays:
             self._arrays = _allocate(self._capacity, leaves)
@@ -199,7 +199,7 @@ def _read(path: Path, count: int) -> list[np.ndarray]:
     """Return the leaves `[count, ...]` of the transitions in a file.
 
     Raises:
-        CheckpointError: The file is damaged.
+      CheckpointError: The file is damaged.
     """
     try:
         with open_regular(path) as file, np.load(file) as arrays:

@@ -40,7 +40,7 @@ class SAC(Algorithm):
     """Soft actor-critic.
 
     Attributes:
-        replay_buffer: The replay buffer, which is saved in separate files.
+      replay_buffer: The replay buffer, which is saved in separate files.
     """
 
     settings_type = SACSettings
@@ -115,7 +115,7 @@ class SAC(Algorithm):
         """Return an agent with a squashed Gaussian policy and an unused value function.
 
         Raises:
-            UnsupportedSpaceError: The algorithm does not support a space.
+          UnsupportedSpaceError: The algorithm does not support a space.
         """
         check_spaces("sac", observation_space, action_space)
         # The config of a user's subclass does not contain the defaults of SAC.
@@ -134,7 +134,7 @@ class SAC(Algorithm):
         Take no steps until the buffer contains `random_steps` transitions.
 
         Raises:
-            DivergedError: A loss is not finite; the parameters are now unusable.
+          DivergedError: A loss is not finite; the parameters are now unusable.
         """
         self.replay_buffer.add(rollout)
         if self.replay_buffer.size < self.settings.random_steps:

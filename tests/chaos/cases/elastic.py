@@ -83,7 +83,7 @@ class _Moves:
 
     Attributes:
       is_moving: bool `[num_envs]`; whether a row is on a server that ends, or has a new
-        env that has not returned a valid result yet.
+      env that has not returned a valid result yet.
       num_moved: Number of rows that have received new envs.
       num_disturbed: Number of invalid results of rows that do not move.
     """
