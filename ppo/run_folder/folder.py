@@ -124,7 +124,7 @@ class RunFolder:
         """Open the folder of a run whose code and servers the user trusts.
 
         If the folder contains code, Python writes no bytecode from then on, because new
-        files beside the code would have to be trusted again.
+        files next to the code would have to be trusted again.
 
         Raises:
           UntrustedCodeError: The run names code or servers that this user has
