@@ -150,6 +150,7 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
     config: dict[str, Any], tmp_path: Path
 ) -> None:
     values = Config(**PLAIN | {"env_name": f"{tmp_path}/my_env.py:Walk"} | config)
+    (tmp_path / "my_env.py").touch()
     source = EnvSource(import_modules=("mine",))
     RunFolder.create(Path("run"), values, source)
     assert not is_refused("evaluate", "run")
@@ -173,6 +174,7 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
 def test_changed_settings_of_a_resumed_run_are_trusted() -> None:
     run = RunFolder.create(Path("run"), Config(**PLAIN | {"network": "mine:net"}))
     resume = ("train", "--resume", "run", "--set", "callbacks=nosuch:a")
+    Path("yours.py").touch()
     code, _, error = ppo(*resume, "--import", "yours.py")
     assert (code, "nosuch" in error) == (2, True)
     assert run.env_source().import_modules == (str(Path("yours.py").absolute()),)
