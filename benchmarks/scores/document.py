@@ -119,7 +119,7 @@ def _draw(axes: Any, task: Task, scores: Sequence[Score]) -> None:
     )
     axes.axhline(task.goal, color="gray", linestyle="--", linewidth=0.8)
     seeds = "1 seed" if len(scores) == 1 else f"{len(scores)} seeds"
-    axes.set_title(f"{scores[0].env_name}, {seeds}", fontsize=9)
+    axes.set_title(", ".join([*_label(task, scores), seeds]), fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(alpha=0.3)
 
