@@ -100,7 +100,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--connect", nargs="+", metavar="ADDRESS")
-    parser.add_argument("--steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
