@@ -420,7 +420,10 @@ class SupervisedWorker:
             end = self.exit.describe_while(work)
         note = self._launcher.import_note if is_failure else ""
         hint = f"; {note}" if note else ""
-        text = f"{kill_reason}; it {end}{hint}" if kill_reason else f"{end}{hint}"
+        text = f"{end}{hint}"
+        if kill_reason:
+            # A replacement is expected to end by this pool's signal.
+            text = f"{kill_reason}{hint if self.was_replaced else f'; it {text}'}"
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"
         self._has_ever_stepped |= self.has_stepped

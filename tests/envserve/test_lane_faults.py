@@ -241,6 +241,9 @@ def test_a_process_in_which_every_step_fails_is_replaced(
     assert valid[:, 1].tolist() == [False, False, False, True, True, True]
     assert valid[:, 0].tolist() == [True, False, False, True, True, True]
     assert valid[:, 2:].all()
+    error = "RuntimeError: CUDA error: device-side assert triggered"
+    text = results[2].infos[0]["fault"]["text"]
+    assert text.endswith(f"was replaced because env 1 failed twice in a row: {error}")
     assert results[-1].observation[:, 0].tolist() == [3, 3, 7, 7]
 
 
