@@ -125,7 +125,7 @@ class StatusReporter:
             **self._constant_fields,
             **status_fields(counts),
             seconds=now - self._started_at,
-            in_flight=sum(pool.inspector.num_in_flight for pool in pools),
+            in_flight=sum(pool.num_rows_in_flight for pool in pools),
             refusals=dict(self._protocol.refusals),
             **vars(self._counters),
         )
@@ -134,7 +134,7 @@ class StatusReporter:
         """Return the server's totals, with only those leases that the user may see."""
         pools, visible = self._pools, self._protocol.leases.visible_to(user)
         leases = [
-            pools[record.session].pool.inspector.status(
+            pools[record.session].pool.status(
                 max(1, _MAX_EPISODES // len(visible)),
                 number=record.number,
                 user=record.user,
