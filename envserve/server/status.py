@@ -26,7 +26,7 @@ from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
-from envserve.wire.status import ServerStatus
+from envserve.wire.status import ServerStatus, welcome_fields
 
 #: Minimum seconds between two computations of the totals.
 _REFRESH_SECONDS: Final = 0.1
@@ -144,14 +144,9 @@ class StatusReporter:
             for record in visible
             if record.session in pools
         ]
-        welcome = self._welcome(user)
         return replace(
             self._totals,
-            total_envs=welcome.total_envs,
-            free_envs=welcome.free_envs,
-            is_starting=welcome.is_starting,
-            is_draining=welcome.is_draining,
-            loop_lag_ms=welcome.loop_lag_ms,
+            **welcome_fields(self._welcome(user)),
             num_leases=len(leases),
             leases=tuple(leases),
         )
