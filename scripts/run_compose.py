@@ -228,8 +228,7 @@ def main(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cluster = Cluster(servers, folder)
-        stack.callback(cluster.hosts.remove)
-        cluster.hosts.create()
+        stack.enter_context(cluster.hosts.created())
         stack.callback(cluster.close)
         with print_logs_on_failure(folder):
             check_recovery(cluster)

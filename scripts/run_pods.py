@@ -235,8 +235,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         hosts = Hosts(["names", "a", "b", "c", "d", "gpu"], search=SEARCH)
-        stack.callback(hosts.remove)
-        hosts.create()
+        stack.enter_context(hosts.created())
         make_keys(folder)
         cluster = Cluster(hosts, folder)
         stack.callback(cluster.close)

@@ -125,8 +125,7 @@ def namespaces(servers: int = 64, delays: str = "0,0.2,1,20") -> None:
         # The trainer connects to a relay on loopback, for which only the key folder of
         # the servers has keys.
         home = {"ENVSERVE_HOME": str(folder / "server")}
-        stack.callback(hosts.remove)
-        hosts.create()
+        stack.enter_context(hosts.created())
         processes = []
         for name in sims:
             (folder / name).mkdir()

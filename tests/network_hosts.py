@@ -6,11 +6,13 @@ and iproute2.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -49,6 +51,15 @@ class Hosts:
 
     def command(self, name: str, *words: str) -> list[str]:
         return ["ip", "netns", "exec", self.namespace(name), *words]
+
+    @contextlib.contextmanager
+    def created(self) -> Iterator[Self]:
+        """Create the hosts, and remove them at the end."""
+        try:
+            self.create()
+            yield self
+        finally:
+            self.remove()
 
     def create(self) -> None:
         run("ip", "netns", "add", self.switch)

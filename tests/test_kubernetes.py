@@ -295,12 +295,8 @@ def test_three_documented_commands_start_a_training() -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    hosts = Hosts(["names", "a", "b", "gpu"], search=SEARCH)
-    try:
-        hosts.create()
+    with Hosts(["names", "a", "b", "gpu"], search=SEARCH).created() as hosts:
         yield hosts
-    finally:
-        hosts.remove()
 
 
 def wait_until(pod: Pod, condition: str, *arguments: str) -> None:

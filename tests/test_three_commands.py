@@ -39,12 +39,8 @@ def test_the_documents_agree_on_the_commands() -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    hosts = Hosts(["sim1", "gpu1"])
-    try:
-        hosts.create()
+    with Hosts(["sim1", "gpu1"]).created() as hosts:
         yield hosts
-    finally:
-        hosts.remove()
 
 
 def on_a_terminal(**words: Any) -> str:

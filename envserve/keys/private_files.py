@@ -18,6 +18,8 @@ from envserve.regular_file import flush_to_disk, open_regular
 
 #: Maximum size of a private file; enough for 100,000 clients, one per line.
 _MAX_BYTES: Final = 1 << 26
+#: Maximum time to wait for a folder that another process has locked.
+_LOCK_SECONDS: Final = 1.0
 
 
 def display_path(path: Path) -> str:
@@ -103,18 +105,14 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Create a folder if necessary, and lock it against changes by other processes.
-
-    Args:
-      folder: The folder.
-      seconds: Maximum time to wait for the lock.
 
     Raises:
       KeyFileError: The folder stayed locked, or cannot be created.
     """
     make_folder(folder)
-    give_up_at = time.monotonic() + seconds
+    give_up_at = time.monotonic() + _LOCK_SECONDS
     with _as_key_file_error(folder, "read"):
         fd = os.open(folder, os.O_RDONLY)
     try:
@@ -125,7 +123,7 @@ def locked(folder: Path, seconds: float = 1.0) -> Iterator[None]:
             if time.monotonic() > give_up_at:
                 raise KeyFileError(
                     f"{display_path(folder)} has been locked by another process for "
-                    f"more than {seconds:g} s; end that process"
+                    f"more than {_LOCK_SECONDS:g} s; end that process"
                 )
             time.sleep(0.01)
         yield

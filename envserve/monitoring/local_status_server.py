@@ -109,8 +109,8 @@ class LocalStatusServer:
             if not 1 <= frame_request.lease <= len(self._pools):
                 text = f"there is no lease {frame_request.lease}"
                 return self._replies.rejection(request, ErrorCode.LEASE_LOST, text)
-            inspector = self._pools[frame_request.lease - 1].inspector
-            result, record = inspector.read_frames(frame_request)
+            pool = self._pools[frame_request.lease - 1]
+            result, record = pool.read_frames(frame_request)
         except RemoteProtocolError as error:
             return self._replies.rejection(request, ErrorCode.BAD_MESSAGE, str(error))
         body = result.encode()
@@ -122,7 +122,7 @@ class LocalStatusServer:
         for number, pool in enumerate(pools, 1):
             pool.metrics.watch(now)
             lease = {"number": number, "seconds": now - self._started_at}
-            status = pool.inspector.status(_MAX_EPISODES, **lease)
+            status = pool.status(_MAX_EPISODES, **lease)
             # The envs of a closed batch are not reported as absent, because they will
             # not be replaced.
             leases.append(replace(status, absent=()) if pool.is_closed else status)

@@ -15,17 +15,7 @@ from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import ConnectError, EnvserveError, ProtocolMismatch
 from envserve.monitoring.observer import Observer
 from envserve.wire.sockets import raise_file_limit
-from envserve.wire.status import Histogram, ServerStatus
-
-#: Fields of `ServerStatus` that WELCOME has too, for servers too old for STATUS.
-_WELCOME_FIELDS = (
-    "total_envs",
-    "free_envs",
-    "is_starting",
-    "is_draining",
-    "loop_lag_ms",
-)
-
+from envserve.wire.status import Histogram, ServerStatus, welcome_fields
 
 #: Names of the items of tuples, by the field of a lease's status that lists them.
 _NAMES: Final = {
@@ -93,10 +83,9 @@ class MonitoredServer:
                 if self._observer is None:
                     self._observer = Observer(address, insecure=insecure)
                 self.status = self._observer.status(timeout_seconds)
-            except ProtocolMismatch:
+            except ProtocolMismatch:  # the server is too old for STATUS
                 old = request_welcome(address, timeout_seconds, insecure=insecure)
-                known = {name: getattr(old, name) for name in _WELCOME_FIELDS}
-                self.status = ServerStatus(**known)
+                self.status = ServerStatus(**welcome_fields(old))
         except EnvserveError as error:
             self.error = str(error).removeprefix(f"{address}: ")
 

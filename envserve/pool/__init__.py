@@ -11,7 +11,8 @@ A `Pool` (`pool`) belongs to the process that uses the envs: a trainer or a serv
 - `worker_set` holds all workers of a pool and the slab.
 - `block_operations` tracks which operation runs on which block, and which blocks are
   lost. It converts worker events to outcomes.
-- `pool` connects these parts to a selector and implements `lane.Lane`.
+- `pool` connects these parts to a selector, implements `lane.Lane` and serves observer
+  requests.
 
 There are no threads. Commands are passed down as calls, events are passed up as return
 values, and time is an argument. Except when workers are closed or replaced, nothing
@@ -25,7 +26,6 @@ code may write them. Three rules make this safe:
 - The messages of a killed process are ignored.
 - The rows and the index of a process are not reused until it is known to have ended.
 
-`fault_log` and `pool_metrics` report faults and counters, `inspector` serves observer
-requests, and `replay` replays crashes. This module imports nothing, so that processes
-start faster.
+`fault_log` and `pool_metrics` report faults and counters, and `replay` replays crashes.
+This module imports nothing, so that processes start faster.
 """

@@ -13,14 +13,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Final, Self
+from itertools import zip_longest
+from typing import Any, Final, Self
 
-from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
+from msgspec.structs import replace
+
+from envserve.errors import (
+    EnvserveError,
+    EnvStartError,
+    LocalProtocolError,
+    RemoteProtocolError,
+)
 from envserve.host_resources import num_cores
 from envserve.lane import Call, Outcome, Reset, make_blocks, mark_harmless
 from envserve.pool.block_operations import BlockOperations, Task, reset_task
 from envserve.pool.fault_log import FaultLog
-from envserve.pool.inspector import PoolInspector
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool_metrics import PoolMetrics
 from envserve.pool.supervisor import SupervisedWorker
@@ -29,25 +36,31 @@ from envserve.pool.worker_states import Lost, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
+from envserve.wire.bodies import FrameRequest, FrameResult
+from envserve.wire.constants import MAX_FRAMES_BYTES
+from envserve.wire.status import LeaseStatus
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
 #: By default, workers that have not exited after this time are killed.
 _CLOSE_GRACE_SECONDS: Final = 1.0
+#: Nanoseconds for which workers render frames after a request.
+_WATCH_NS: Final = 3_000_000_000
+#: Maximum number of absent rows that a status lists.
+_MAX_ABSENT: Final = 1024
 
 
 class Pool:
     """Identical envs in worker processes on this host; implements `lane.Lane`.
 
-    Only one thread at a time may call its methods. Workers are started and restarted
-    only within `collect`.
+    Only one thread at a time may call its methods, except those for observers. Workers
+    are started and restarted only within `collect`.
 
     Attributes:
       config: Settings of the pool.
       blocks: The blocks, which partition the rows.
       num_envs: Number of rows.
       metrics: Counters of steps, faults, restarts and durations.
-      inspector: State of the pool for readers in other threads.
     """
 
     name = "local"
@@ -93,7 +106,6 @@ class Pool:
         self._operations = BlockOperations(
             self.blocks, self._workers, log, self.metrics
         )
-        self.inspector = PoolInspector(self._workers, self._operations)
         self._is_released = False
         try:
             self._advance(0.0, clock())
@@ -187,6 +199,54 @@ class Pool:
         if self.error is not None:
             self.close()
             raise self.error
+
+    # For observers. Any thread may use these, because they change neither counters nor
+    # operations.
+
+    @property
+    def num_rows_in_flight(self) -> int:
+        """Number of rows with an operation (step, reset or call) in flight."""
+        return len(self._operations.rows_where(lambda _, kind: kind))
+
+    def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
+        """Return the status of the pool's lease; see `PoolMetrics.status`."""
+        serving = WorkerState.SERVING
+        absent = self._operations.rows_where(lambda w, _: w.state is not serving)
+        return self.metrics.status(
+            max_episodes,
+            env_name=self.config.env_name,
+            num_envs=self.num_envs,
+            in_flight=self.num_rows_in_flight,
+            absent=tuple(absent[:_MAX_ABSENT]),
+            **fields,
+        )
+
+    def read_frames(self, request: FrameRequest) -> tuple[FrameResult, bytes]:
+        """Request frames and return the newest ones, or return a row's flight record.
+
+        Raises:
+          RemoteProtocolError: The row has no flight record.
+        """
+        board, rows = self._workers.frame_board, request.rows
+        if board is None:
+            return FrameResult(), b""
+        if request.record:
+            log = self._operations.fault_log
+            if not (record := log.flight_record(rows[0]) if rows else b""):
+                raise RemoteProtocolError(
+                    "expected the row of an env that has been reset"
+                )
+            return FrameResult(), record
+        board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)
+        frames, bytes_left = [], MAX_FRAMES_BYTES
+        known = request.after[: len(rows)]
+        for row, serial in zip_longest(rows, known, fillvalue=0):
+            frame = board.latest(row, serial)
+            if frame is not None and len(frame.jpeg) <= bytes_left:
+                total = self.metrics.running_return(row)
+                frames.append(replace(frame, episode_return=total))
+                bytes_left -= len(frame.jpeg)
+        return FrameResult(pictures=tuple(frames)), b""
 
     # Submitting.
 

@@ -44,13 +44,10 @@ class ReplayResult:
     Attributes:
       is_reproduced: Whether the same fault occurred in the same action.
       text: Description of how the replay ended.
-      num_actions: Number of the last action that was started (0: the reset); None if
-        the reset was not started.
     """
 
     is_reproduced: bool
     text: str
-    num_actions: int | None
 
 
 def load_repro(path: Path) -> Repro:
@@ -158,8 +155,8 @@ def _receive_result(
         elif message.kind is MessageKind.READY:
             text = f"did not crash in {counted(len(repro.played.actions[0]), 'action')}"
             if repro.end.status is Status.OK:  # a flight record, without a fault
-                return ReplayResult(True, f"to its end: {text}", number)
-            return ReplayResult(False, text, number)
+                return ReplayResult(True, f"to its end: {text}")
+            return ReplayResult(False, text)
         elif message.kind is MessageKind.FAILED and message.block:
             failure = codec.decode(message.payload)
             return _compare(repro, number, End(status=Status.ENV_ERROR, **failure))
@@ -168,7 +165,7 @@ def _receive_result(
             hint = ", ".join(map(one_line, repro.import_modules))
             if hint:
                 text += f"\nThe file was written in a process that imported {hint}."
-            return ReplayResult(False, f"could not be replayed: {text}", None)
+            return ReplayResult(False, f"could not be replayed: {text}")
     exit_ = process.wait_exit(_EXIT_SECONDS)
     if exit_ is None:
         raise ReproError(
@@ -210,7 +207,7 @@ def _compare(repro: Repro, number: int | None, actual: End) -> ReplayResult:
         text != "" and repro.end.text.endswith(text)
     )
     is_same = number == len(repro.played.actions[0]) and is_same_end
-    return ReplayResult(is_same, f"{where}: {text}", number)
+    return ReplayResult(is_same, f"{where}: {text}")
 
 
 def _signature(end: End) -> tuple[object, ...]:

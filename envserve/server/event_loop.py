@@ -349,8 +349,8 @@ class ServerLoop:
             elif isinstance(decision, ReplyStatus):
                 body = self.status.report(user, now)
             elif isinstance(decision, ReplyFrame):
-                inspector = self.pools[decision.session].pool.inspector
-                result, payload = inspector.read_frames(decision.frame_request)
+                pool = self.pools[decision.session].pool
+                result, payload = pool.read_frames(decision.frame_request)
                 body = result.encode()
             else:
                 assert self._access is not None, (

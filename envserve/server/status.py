@@ -26,7 +26,7 @@ from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.handshake import Welcome
-from envserve.wire.status import ServerStatus
+from envserve.wire.status import ServerStatus, welcome_fields
 
 #: Minimum seconds between two computations of the totals.
 _REFRESH_SECONDS: Final = 0.1
@@ -125,7 +125,7 @@ class StatusReporter:
             **self._constant_fields,
             **status_fields(counts),
             seconds=now - self._started_at,
-            in_flight=sum(pool.inspector.num_in_flight for pool in pools),
+            in_flight=sum(pool.num_rows_in_flight for pool in pools),
             refusals=dict(self._protocol.refusals),
             **vars(self._counters),
         )
@@ -134,7 +134,7 @@ class StatusReporter:
         """Return the server's totals, with only those leases that the user may see."""
         pools, visible = self._pools, self._protocol.leases.visible_to(user)
         leases = [
-            pools[record.session].pool.inspector.status(
+            pools[record.session].pool.status(
                 max(1, _MAX_EPISODES // len(visible)),
                 number=record.number,
                 user=record.user,
@@ -144,14 +144,9 @@ class StatusReporter:
             for record in visible
             if record.session in pools
         ]
-        welcome = self._welcome(user)
         return replace(
             self._totals,
-            total_envs=welcome.total_envs,
-            free_envs=welcome.free_envs,
-            is_starting=welcome.is_starting,
-            is_draining=welcome.is_draining,
-            loop_lag_ms=welcome.loop_lag_ms,
+            **welcome_fields(self._welcome(user)),
             num_leases=len(leases),
             leases=tuple(leases),
         )

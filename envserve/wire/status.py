@@ -7,14 +7,14 @@ the last leases may be omitted.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, field
 from msgspec.structs import force_setattr, replace
 
 from envserve.text import Name, one_line
 from envserve.wire.constants import MAX_STATUS_BYTES
-from envserve.wire.handshake import U63, Body, Milliseconds, Row, Seconds
+from envserve.wire.handshake import U63, Body, Milliseconds, Row, Seconds, Welcome
 
 _ByName = Annotated[dict[Name, U63], Meta(max_length=64)]
 
@@ -189,3 +189,9 @@ class ServerStatus(_Counts, frozen=True, kw_only=True, omit_defaults=True):
         if len(body) <= MAX_STATUS_BYTES:
             return body
         return replace(self, leases=self.leases[: len(self.leases) // 2]).encode()
+
+
+def welcome_fields(welcome: Welcome) -> dict[str, Any]:
+    """Return the fields of a `ServerStatus` that WELCOME has too."""
+    names = ("total_envs", "free_envs", "is_starting", "is_draining", "loop_lag_ms")
+    return {name: getattr(welcome, name) for name in names}

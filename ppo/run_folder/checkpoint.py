@@ -99,15 +99,13 @@ def save(
     return final
 
 
-def restore(folder: Path, state: tf.train.Checkpoint) -> Counters:
+def restore(folder: Path, state: tf.train.Checkpoint) -> None:
     """Load the newest checkpoint of a folder into the objects of a run.
 
     Raises:
       CheckpointError: There is no checkpoint, or it does not match the networks.
     """
-    path = checkpoint_at(folder)
-    _load_state(path, state, is_complete=True)
-    return read_counters(folder)
+    _load_state(checkpoint_at(folder), state, is_complete=True)
 
 
 def variables(state: tf.train.Checkpoint) -> list[tf.Variable]:

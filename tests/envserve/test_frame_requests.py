@@ -232,7 +232,7 @@ def frame_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]
     """Step until row 0 has a new frame; return the frame and the steps' statuses."""
     statuses: list[Status] = []
     request = FrameRequest(lease=0, rows=(0,), after=(known,))
-    while not (found := pool.inspector.read_frames(request)[0].pictures):
+    while not (found := pool.read_frames(request)[0].pictures):
         step(pool, 0)
         statuses.append(Status(pool.rows.status[0]))
     return found[0], statuses

@@ -38,12 +38,8 @@ PAUSE_SECONDS = 0.2
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    hosts = Hosts(["sim", "trainer"])
-    try:
-        hosts.create()
+    with Hosts(["sim", "trainer"]).created() as hosts:
         yield hosts
-    finally:
-        hosts.remove()
 
 
 def play(

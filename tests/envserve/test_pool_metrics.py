@@ -23,7 +23,7 @@ RAISES = "if action == 1: raise ValueError('planted')"
 
 
 def lease_status(pool: Pool) -> LeaseStatus:
-    return pool.inspector.status(256, number=1)
+    return pool.status(256, number=1)
 
 
 def totals(pool: Pool) -> ServerStatus:

@@ -152,7 +152,6 @@ def test_random_crashes_are_reproduced_at_the_same_action(
         timeout = 5.0 if fault == "hang" else None
         ending = replay(repro, launcher, timeout)
         assert ending.is_reproduced, (ending, describe_repro(repro))
-        assert ending.num_actions == len(repro.played.actions[0])
 
 
 @pytest.mark.parametrize("doom", ["reset", "step"])
@@ -175,7 +174,7 @@ def test_a_crash_caused_by_reset_options_is_reproduced(
     assert repro.env_index == 1
     ending = replay(repro, launcher)
     assert ending.is_reproduced, (ending, describe_repro(repro))
-    assert ending.num_actions == 1
+    assert ending.text.startswith("in action 1:")
     played = replace(repro.played, options=b"", misses_options=True)
     forgetful = replace(repro, played=played)
     assert "options of this reset or an earlier one" in describe_repro(forgetful)
@@ -261,7 +260,8 @@ def test_the_same_end_at_an_earlier_action_is_not_a_reproduction(
     longer = (np.array([0, 1, 0], np.int64),)
     repro = replace(repro, played=replace(repro.played, actions=longer))
     ending = replay(repro, launcher)
-    assert (ending.is_reproduced, ending.num_actions) == (False, 2)
+    assert not ending.is_reproduced
+    assert ending.text.startswith("in action 2:")
 
 
 def test_reasons_why_a_replay_may_differ_are_described() -> None:

@@ -31,7 +31,7 @@ class CountingPool:
     def __init__(self, server: FakeServer, session: Any) -> None:
         pool = server.pools[session]
         self.metrics = PoolMetrics(pool.blocks)
-        self.inspector, self.num_in_flight = self, 2
+        self.num_rows_in_flight = 2
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
         return self.metrics.status(max_episodes, **fields)

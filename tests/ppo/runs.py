@@ -13,6 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from envserve.client import BatchEnv
+from envserve.pool.pool import Pool
+from envserve.settings import PoolSettings
 from envserve.slab import Status
 from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.ppo import PPO
@@ -189,6 +191,27 @@ class Learner:
         """Reset, update once, and return the metrics and the parameters."""
         metrics = self.update(rollout, **named)
         return metrics, parameters(self.agent)
+
+
+def two_lanes(env_name: str, num_envs: int, **settings: Any) -> BatchEnv:
+    """Return local envs in two lanes; its splits are not contiguous rows."""
+    lanes = [
+        Pool(
+            PoolSettings(
+                env_name=env_name,
+                num_envs=num_envs // 2,
+                num_workers=1,
+                num_splits=2,
+                seed=3,
+                first_env_index=first,
+                **settings,
+            )
+        )
+        for first in (0, num_envs // 2)
+    ]
+    for lane in lanes:
+        lane.finish_start(float("inf"))
+    return BatchEnv(lanes)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,8 @@ class Learner:
         return checkpoint.save(folder, counters, self.state, **{"keep": 3, **named})
 
     def restore(self, folder: Path) -> Counters:
-        return checkpoint.restore(folder, self.state)
+        checkpoint.restore(folder, self.state)
+        return checkpoint.read_counters(folder)
 
     def learn(self, rollout: Rollout, seed: int) -> None:
         self.return_scale.update(rollout.reward, rollout.done, rollout.valid)

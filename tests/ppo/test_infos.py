@@ -8,8 +8,6 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from envserve.pool.pool import Pool
-from envserve.settings import PoolSettings
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.rollout import Episode, EpisodeTracker, info_means, num_non_finite
 from ppo.run_folder.metrics import ReportWindow, tensorboard_tag
@@ -17,7 +15,7 @@ from ppo.simulate import Simulation
 from tests.envserve.server_process import ServerProcess
 from tests.ppo import failing_env, informing_env
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import rollout_of
+from tests.ppo.runs import rollout_of, two_lanes
 from tests.ppo.test_simulate import echo
 
 NUM_ENVS = 4
@@ -114,33 +112,14 @@ def completed_episodes(batch: BatchEnv) -> list[Episode]:
     return [each._replace(info=info_means([each])) for each in episodes]
 
 
-def split_over_two_lanes() -> BatchEnv:
-    lanes = [
-        Pool(
-            PoolSettings(
-                env_name=informing_env.NAME,
-                num_envs=2,
-                num_workers=1,
-                num_splits=2,
-                seed=3,
-                first_env_index=first,
-                import_modules=MODULES,
-            )
-        )
-        for first in (0, 2)
-    ]
-    for lane in lanes:
-        lane.finish_start(float("inf"))
-    return BatchEnv(lanes)
-
-
 def test_infos_are_the_same_with_splits_lanes_and_servers(tmp_path: Path) -> None:
     expected = completed_episodes(local())
     assert len(expected) >= 8
     for episode in expected:
         assert {"info/success", "info/number", "info/level"} <= episode.info.keys()
     assert any("info/only_some" in episode.info for episode in expected)
-    assert completed_episodes(split_over_two_lanes()) == expected
+    lanes = two_lanes(informing_env.NAME, NUM_ENVS, import_modules=MODULES)
+    assert completed_episodes(lanes) == expected
     with ServerProcess(tmp_path, informing_env.NAME, "--import", *MODULES) as server:
         remote = BatchEnv.connect(
             informing_env.NAME, [server.address], num_envs=NUM_ENVS, seed=3

@@ -7,15 +7,13 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from envserve.pool.pool import Pool
-from envserve.settings import PoolSettings
 from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.simulate import Simulation
-from tests.ppo.runs import agent_simulation, copy, eagerly
+from tests.ppo.runs import agent_simulation, copy, eagerly, two_lanes
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -36,24 +34,8 @@ def local(num_splits: int) -> BatchEnv:
     return BatchEnv.local("CartPole-v1", NUM_ENVS, 2, seed=3, num_splits=num_splits)
 
 
-def two_lanes() -> BatchEnv:
-    """Return a batch whose splits are not contiguous rows."""
-    lanes = [
-        Pool(
-            PoolSettings(
-                env_name="CartPole-v1",
-                num_envs=NUM_ENVS // 2,
-                num_workers=1,
-                num_splits=2,
-                seed=3,
-                first_env_index=first,
-            )
-        )
-        for first in (0, NUM_ENVS // 2)
-    ]
-    for lane in lanes:
-        lane.finish_start(float("inf"))
-    return BatchEnv(lanes)
+def lanes() -> BatchEnv:
+    return two_lanes("CartPole-v1", NUM_ENVS)
 
 
 def act_by_row(observation: tf.Tensor, noise: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -77,7 +59,7 @@ def collect(
     return [tf.nest.flatten(tuple(rollout)) for rollout in rollouts]
 
 
-@pytest.mark.parametrize("make_batch", [lambda: local(2), lambda: local(3), two_lanes])
+@pytest.mark.parametrize("make_batch", [lambda: local(2), lambda: local(3), lanes])
 def test_splits_do_not_change_a_rollout(make_batch: Any) -> None:
     expected = collect(local(1))
     for ours, theirs in zip(collect(make_batch()), expected, strict=True):

@@ -10,6 +10,7 @@ from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.wire.bodies import Attach
+from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer
 from tests.simulation.clock import PausableProcess
 from tests.simulation.host import Host
@@ -115,9 +116,8 @@ class Endpoint(PausableProcess):
             return
         attachment = session.attachment
         if session.state is ClientState.READY or attachment.is_recovering:
-            detach = attachment.move_to(
-                f"tcp://host-{self.simulation.hosts.index(host)}", now
-            )
+            detach = session.requests.pack(MessageType.DETACH)
+            attachment.move_to(f"tcp://host-{self.simulation.hosts.index(host)}", now)
             if self.link.is_connected:
                 self.link.send(detach)
             self.link.reset()

@@ -44,7 +44,7 @@ from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.error_body import ErrorBody, exception_of
 from envserve.wire.handshake import Hello, Welcome, check_versions
-from envserve.wire.message import Buffer, Message
+from envserve.wire.message import Message
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Seconds between two attempts to replace a lost lease.
@@ -464,22 +464,20 @@ class Attachment:
         is_silent = is_isolated or now > liveness.silent_since + _REPLY_SECONDS
         return min(since, loss.lost_at) if must_retry or is_silent else None
 
-    def move_to(self, address: str, now: float, reason: str = "") -> list[Buffer]:
+    def move_to(self, address: str, now: float, reason: str = "") -> None:
         """Change to another server, under a new session number.
+
+        The caller sends DETACH to the previous server, which may still hold the lease.
 
         Args:
           address: Address of the other server.
           now: Monotonic seconds.
           reason: Reason for the change; by default, that the previous server is
             unresponsive.
-
-        Returns:
-          The DETACH to send to the previous server, which may still hold the lease.
         """
         _LOGGER.warning(
             "%s: requesting envs to replace those of %s", address, self.address
         )
-        detach_frames = self._requests.pack(MessageType.DETACH)
         # The new server is not responsible for the previous one's silence.
         self._requests.liveness.record_message(now)
         self._requests.liveness.record_connect()
@@ -497,7 +495,6 @@ class Attachment:
         self._requests.change_session()
         if self.machine.state is not ClientState.CONNECTING:
             self.send_hello(now)
-        return detach_frames
 
     # Ending the session.
 
