@@ -48,7 +48,6 @@ import socket
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -129,6 +128,7 @@ class _Template:
         wakeup_writer.setblocking(False)
         self._wakeup_writer = wakeup_writer
         self._standard_fds = [os.dup(fd) for fd in range(3)]
+        self._are_blocking = [os.get_blocking(fd) for fd in range(3)]
         self._owner_pid = os.getppid()
         self._undo_import_effects()
         self._decoder = MessageDecoder()
@@ -163,11 +163,16 @@ class _Template:
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         # With SIGPIPE ignored, a write to a closed pipe only returns an error.
         unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
-        # A timer that a module has started would end the process when it expires.
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        # A timer that a module has started could end the process when it expires.
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        faulthandler.cancel_dump_traceback_later()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
             os.dup2(saved_fd, fd)
+            # The owner's descriptor has the same flags, so the owner's output would
+            # fail if they said that it must not block.
+            os.set_blocking(fd, self._are_blocking[fd])
 
     def run(self) -> None:
         """Handle requests until the owner closes its end of the socket or dies."""
@@ -194,7 +199,7 @@ class _Template:
             for fd, _ in self._poller.poll(self._kill_overdue()):
                 worker = self._pipes.worker_of(fd)
                 if worker in self._kill_at:
-                    kill_at = time.monotonic() + _STACK_REST_SECONDS
+                    kill_at = unpatched.monotonic() + _STACK_REST_SECONDS
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
@@ -211,12 +216,12 @@ class _Template:
                     return
 
     def _kill_all(self) -> None:
-        deadline = time.monotonic() + _KILL_ALL_SECONDS
+        deadline = unpatched.monotonic() + _KILL_ALL_SECONDS
         wakeup = unpatched.poll()
         wakeup.register(self._wakeup, select.POLLIN)
         # The resource tracker exits by itself.
         while remaining := {*_child_pids()} - {self._tracker_pid}:
-            if time.monotonic() >= deadline:
+            if unpatched.monotonic() >= deadline:
                 return
             for pid in remaining:
                 kill_group(pid)
@@ -231,7 +236,7 @@ class _Template:
 
         Return the milliseconds until the next deadline, or None if there is none.
         """
-        now = time.monotonic()
+        now = unpatched.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans_at = math.inf
             known = {*self._import_children, *self._workers.values()}
@@ -252,7 +257,7 @@ class _Template:
         if not has_stack:
             kill_group(pid)
         elif request not in self._kill_at:
-            self._kill_at[request] = time.monotonic() + _STACK_SECONDS
+            self._kill_at[request] = unpatched.monotonic() + _STACK_SECONDS
             os.kill(pid, _STACK_SIGNAL)  # safe: the process is not reaped yet
 
     def _handle_requests(self) -> bool:
@@ -458,7 +463,7 @@ class _Template:
                 return
             if ended is None:
                 return
-            kill_orphans_at = time.monotonic() + _ORPHAN_DELAY_SECONDS
+            kill_orphans_at = unpatched.monotonic() + _ORPHAN_DELAY_SECONDS
             self._kill_orphans_at = min(self._kill_orphans_at, kill_orphans_at)
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:

@@ -488,6 +488,20 @@ TAKES_OVER = {
         "    if signal.alarm(0): os._exit(1)\n"
         "os.register_at_fork(before=check)"
     ),
+    "leaves a profiling timer": (
+        "signal.setitimer(signal.ITIMER_PROF, 1000)\n"
+        "def check():\n"
+        "    if any(signal.getitimer(signal.ITIMER_PROF)): os._exit(1)\n"
+        "os.register_at_fork(before=check)"
+    ),
+    "leaves a watchdog": (
+        "import faulthandler\n"
+        "faulthandler.dump_traceback_later(1000, exit=True)\n"
+        "def check():\n"
+        "    if len(os.listdir('/proc/self/task')) > 1: os._exit(1)\n"
+        "if sys.platform == 'linux': os.register_at_fork(before=check)"
+    ),
+    "makes stderr non-blocking": "os.set_blocking(2, False)",
 }
 
 
@@ -503,6 +517,20 @@ def test_template_restores_the_process_state_that_an_import_has_changed(
     second = start(launcher).wait_for_start()
     second.close()
     assert second.wait_for_end().exit_code == 0
+    assert os.get_blocking(2)  # the template shares stderr with this process
+
+
+def test_template_kills_hanging_workers_although_an_import_has_stopped_the_clocks(
+    make_launcher: Make, start: Start
+) -> None:
+    launcher = make_launcher(
+        stops="import signal, time\n"
+        "time.monotonic = lambda: 0.0\n"
+        "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"  # until workers handle it
+    )
+    worker = start(launcher).wait_for_start()
+    launcher.kill(worker.process, has_stack=True)
+    assert worker.wait_for_end().exit_code == -signal.SIGKILL
 
 
 def test_template_reaps_workers_if_its_owner_blocks_signals(
