@@ -139,7 +139,7 @@ class VectorBlock:
 
     def close(self) -> None:
         """Close the env; suppress its exceptions."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # some windows call `sys.exit`
             self._env.close()
 
     def step(self) -> bytes:
