@@ -8,7 +8,6 @@ episodes of all these rows, and the vector env is rebuilt.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.crashes.action_ring import ActionRing
-from envserve.envs.registry import find_spec
+from envserve.envs.registry import find_spec, parameters_of
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.lane import Fault
@@ -108,13 +107,14 @@ class VectorBlock:
                 f"of {name} resets in mode {mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
-        parameters = inspect.signature(env.reset).parameters
-        if not {"seed", "options"} <= parameters.keys():
+        parameters = parameters_of(env.reset)
+        if parameters is not None and not {"seed", "options"} <= parameters.keys():
             raise EnvStartError(
                 f"expected reset(*, seed=None, options=None) of the vector env of "
                 f"{name}; got reset({', '.join(parameters)})"
             )
-        self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
+        annotation = parameters["seed"].annotation if parameters else ""
+        self._accepts_seed_list = "list" in str(annotation).lower()
         self._is_fresh, self._step_kind = True, FIRST_STEP
         spec = self._spec = EnvSpec(
             name, env.single_observation_space, env.single_action_space
