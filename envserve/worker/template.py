@@ -48,7 +48,7 @@ import socket
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -239,9 +239,7 @@ class _Template:
         now = unpatched.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans_at = math.inf
-            known = {*self._import_children, *self._workers.values()}
-            for pid in {*_child_pids()} - known:
-                kill_group(pid)
+            self._kill_orphans(_child_pids())
         overdue = [request for request, due in self._kill_at.items() if due <= now]
         for request in overdue:
             del self._kill_at[request]
@@ -249,6 +247,12 @@ class _Template:
                 kill_group(self._workers[request])
         next_at = min([*self._kill_at.values(), self._kill_orphans_at])
         return None if next_at == math.inf else math.ceil(1000 * (next_at - now))
+
+    def _kill_orphans(self, children: Iterable[int]) -> None:
+        """Kill the children that are neither workers nor started by an import."""
+        known = {*self._import_children, *self._workers.values()}
+        for pid in {*children} - known:
+            kill_group(pid)
 
     def _kill(self, request: int, has_stack: bool) -> None:
         pid = self._workers.get(request)
@@ -468,6 +472,9 @@ class _Template:
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:
                 kill_group(ended.si_pid)
+                # The worker's successor may need the ports that its orphans occupy, so
+                # do not wait for the complete search.
+                self._kill_orphans(_listed_children())
             pid, status = unpatched.waitpid(ended.si_pid, 0)
             if not is_worker:  # an orphan, or a child of an imported module
                 continue
@@ -514,6 +521,18 @@ def _raise_oom_score() -> None:
 
 def _child_pids() -> list[int]:
     return [pid for pid, *_ in child_processes()]
+
+
+def _listed_children() -> list[int]:
+    """Return the children that the kernel lists, which may not be all of them.
+
+    This is faster than a search of all processes. Some kernels do not provide the list.
+    """
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    try:
+        return [*map(int, path.read_bytes().split())]
+    except OSError:
+        return []
 
 
 def kill_group(pid: int) -> None:
