@@ -61,6 +61,7 @@ from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.orphans import child_processes
 from envserve.worker.stderr_pipes import StderrPipes
 
+_IOLBF: Final = 1
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Signal that makes a worker write its Python stack to stderr, unless an env has
@@ -93,9 +94,7 @@ def main(fd: int) -> None:
     owner.settimeout(None)
     sys.argv = [""]  # modules and envs must not parse the arguments of this process
     os.dup2(2, 1)  # the stdout of envs must not mix with the owner's output
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A killed worker would lose buffered output.
-        sys.stdout.reconfigure(line_buffering=True)
+    _write_lines_at_once()
     template = _Template(owner)
     # Register `close` before multiprocessing registers its exit handler: exit handlers
     # run in reverse order, and a `Pool` restarts killed processes until the handler of
@@ -118,6 +117,21 @@ def _leave_terminal() -> None:
             fcntl.ioctl(terminal, termios.TIOCNOTTY)
         finally:
             os.close(terminal)
+
+
+def _write_lines_at_once() -> None:
+    """Make Python and C write each line of stdout at once.
+
+    A worker would lose buffered output when it is killed, or when it exits, because it
+    exits without flushing the buffers of C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(ValueError):  # the C library has no such symbol
+        name = "stdout" if sys.platform == "linux" else "__stdoutp"
+        stream = ctypes.c_void_p.in_dll(libc, name)
+        libc.setvbuf(stream, None, _IOLBF, ctypes.c_size_t(0))
 
 
 class _Template:
