@@ -442,10 +442,10 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
     """Return the info of one env from the infos of a vector env (arrays with masks)."""
     info: dict[str, Any] = {}
+    masks = {f"_{key}" for key in infos}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
-        is_mask = key.startswith("_") and key[1:] in infos
-        if is_mask or not (mask is None or mask[row]):
+        if key in masks or not (mask is None or mask[row]):
             continue
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)

@@ -293,6 +293,7 @@ class Counts(gymnasium.vector.VectorEnv):
         ended, final = self.t[:, 0] == 3, self.t.copy()
         self.t[ended] = 0
         infos = {"count": Device(10 * final[:, 0])}
+        infos |= {7: np.arange(self.num_envs), "_7": np.arange(self.num_envs) > 0}
         if self.has_final: infos["final_obs"] = final
         return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
 
@@ -378,5 +379,7 @@ def test_arrays_that_are_not_numpys_are_split_into_rows(
         batch.reset()
         results = [batch.step([0] * 4) for _ in range(3)]
         assert [results[1].infos[row]["count"] for row in range(4)] == [20.0] * 4
+        assert results[1].infos[2].keys() == {"count"}  # "_7" is a mask
+        assert results[1].infos[3] == {"count": 20.0, 7: 1}
         assert results[2].final_observation[:, 0].tolist() == [3.0] * 4
         assert results[2].observation[:, 0].tolist() == [0.0] * 4
