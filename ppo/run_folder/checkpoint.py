@@ -77,7 +77,7 @@ def save(
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
     for leftover in folder.glob("*.partial"):  # left behind by a run that was killed
-        shutil.rmtree(leftover)
+        _delete(leftover)
     folder.mkdir(exist_ok=True)
     partial.mkdir()
     state.write(str(partial / "state"))
@@ -252,4 +252,12 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint; rename it first, so that its remains never look complete."""
     renamed = path.with_name(f"{path.name}.old.partial")
     path.rename(renamed)
-    shutil.rmtree(renamed)
+    _delete(renamed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a file or link with the name of a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -47,7 +47,7 @@ from ppo.run_folder.trust import (
     trust_code,
 )
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "seed_folders"]
 
 _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
@@ -154,9 +154,15 @@ class RunFolder:
           ConfigError: The config cannot be read.
         """
         run = cls(path)
-        if not path.is_dir():
+        try:
+            is_folder, has_config = path.is_dir(), run.config_path.is_file()
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: expected a run folder that you can read; {_reason(error)}."
+            ) from error
+        if not is_folder:
             raise RunFolderError(f"{path}: expected a run folder, found none.")
-        if not run.config_path.is_file():
+        if not has_config:
             raise RunFolderError(
                 f"{path}: expected a run folder, but it contains no config.json."
             )
@@ -225,11 +231,12 @@ class RunFolder:
 
         Raises:
           RunLockedError: Another process is training the run.
-          RunWriteError: The folder cannot be written.
+          RunWriteError: The folder cannot be written, or a folder in it is a link.
         """
         if self._is_locked:
             yield
             return
+        self.check_links("algorithm", "checkpoints", "tensorboard")
         with self.writing():
             descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
             file = os.fdopen(descriptor, "r+", errors="replace")
@@ -259,6 +266,20 @@ class RunFolder:
             finally:
                 self._is_locked = False
 
+    def check_links(self, *names: str) -> None:
+        """Check that folders in the run folder are not symbolic links.
+
+        In a stranger's run, a link may lead to any folder of the user, in which files
+        would be removed or overwritten.
+
+        Raises:
+          RunWriteError: One of the folders is a link.
+        """
+        with self.writing():
+            for path in (self.path / name for name in names):
+                if path.is_symlink():
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Turn a write error of Python or TensorFlow into a `RunWriteError`."""
@@ -285,6 +306,13 @@ class RunFolder:
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
+
+
+def seed_folders(path: Path) -> list[Path]:
+    """Return the run folders of a study; empty if the folder is not a study."""
+    with contextlib.suppress(OSError):
+        return sorted(file.parent for file in path.glob("seed-*/config.json"))
+    return []
 
 
 def _as_json(values: Config | EnvSource) -> str:

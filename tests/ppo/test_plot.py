@@ -113,8 +113,16 @@ def test_missing_values_are_an_error(tmp_path: Path) -> None:
         read_curves([b], "return")
     with pytest.raises(BadInputError, match=r"ends at step 20 and another .* 30"):
         read_curves([b, c])
-    with pytest.raises(RunFolderError, match="expected a run folder"):
-        read_curves([tmp_path / "d"])
+    for name in ("d", "x" * 300):
+        with pytest.raises(RunFolderError, match="expected a run folder"):
+            read_curves([tmp_path / name])
+
+
+@pytest.mark.parametrize("name", ["_x", "$\\bad{$", "a$b$c", "\udcff", "\x1b[2J\n"])
+def test_curves_are_labelled_with_any_folder_name(name: str, tmp_path: Path) -> None:
+    path = run(tmp_path / name, [(10, 1.0), (20, 2.0)])
+    out = tmp_path / "curves.png"
+    assert ppo("plot", path, "--out", out) == (0, f"Plot: {out}\n", "")
 
 
 def test_without_matplotlib_the_error_names_the_extra_to_install(
@@ -138,7 +146,7 @@ def test_ppo_plot_writes_a_png_or_reports_why_it_cannot(tmp_path: Path) -> None:
     default = runs[0] / "mean_return.png"
     assert ppo("plot", runs[0]) == (0, f"Plot: {default}\n", "")
     assert default.exists()
-    for name in ("curves.gif7", "missing/curves.png"):
+    for name in ("curves.gif7", "missing/curves.png", "x" * 300):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2
         assert "expected a writable image file" in error
