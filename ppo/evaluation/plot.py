@@ -73,11 +73,20 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
       OutputError: The file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import rc_context
     except ModuleNotFoundError as error:
         raise BadInputError(
             f"Plots need matplotlib ({error}); {install_command('plot')}."
         ) from error
+    # A file `matplotlibrc` in the working directory could select LaTeX, which runs
+    # commands that the file contains.
+    with rc_context({"text.usetex": False}):
+        _draw_curves(curves, metric, out)
+
+
+def _draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure: Any = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:

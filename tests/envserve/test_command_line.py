@@ -183,6 +183,10 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "--timeout: expected a number >= 0.001; got '0'; see envserve health",
         ),
         (
+            "envserve replay x --timeout nan",
+            "--timeout: expected a number >= 0.001; got 'nan'; see envserve replay",
+        ),
+        (
             "envserve envs ipc:///x --timeout 0",
             "--timeout: expected a number >= 0.001; got '0'; see envserve envs",
         ),
@@ -579,7 +583,9 @@ def test_completion_is_appended_to_the_startup_file(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
-    assert f"{file} cannot be changed: File too large; add to it: complete" in done.stderr
+    assert (
+        f"{file} cannot be changed: File too large; add to it: complete" in done.stderr
+    )
     assert file.read_bytes() == b"# caf\xe9"
     assert invoke(PPO, ["--install-completion"], env=variables).exit_code == 0
     code = invoke(PPO, ["--show-completion"], env=variables).stdout

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -125,10 +126,19 @@ def test_curves_are_labelled_with_any_folder_name(name: str, tmp_path: Path) -> 
     assert ppo("plot", path, "--out", out) == (0, f"Plot: {out}\n", "")
 
 
+def test_settings_of_matplotlib_cannot_run_latex(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file `matplotlibrc` in the working directory can contain this setting.
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    path = run(tmp_path / "a", [(10, 1.0), (20, 2.0)])
+    assert ppo("plot", path)[0] == 0
+
+
 def test_without_matplotlib_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BadInputError, match=re.escape(install_command("plot"))):
         draw_curves([], "mean_return", tmp_path / "curves.png")
 
