@@ -6,11 +6,14 @@ complete. If the agent was evaluated, its checkpoint also stores the mean return
 evaluation. The checkpoint with the best evaluation is never removed.
 """
 
+import contextlib
 import json
 import math
 import operator
+import re
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -222,7 +225,8 @@ def _load_state(
         # Reject FIFOs, because TensorFlow would wait for them without a limit.
         for file in path.glob("state.*"):
             open_regular(file).close()
-        status = checkpoint.read(str(path / "state"))
+        with _plain_path(path) as folder:
+            status = checkpoint.read(str(folder / "state"))
         status.assert_existing_objects_matched()
         if is_complete:
             status.assert_consumed()
@@ -234,6 +238,22 @@ def _load_state(
             "and of its algorithm and optimizer; undo changes of such settings, or "
             f"start a new run. {reason.removesuffix(': attributes {')}"
         ) from error
+
+
+@contextlib.contextmanager
+def _plain_path(path: Path) -> Iterator[Path]:
+    """Yield a path at which TensorFlow can read a folder.
+
+    TensorFlow uses paths as patterns of file names, and rejects paths that are not
+    UTF-8.
+    """
+    if not re.search(r"[*?[\\\ud800-\udfff]", str(path)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="ppo-checkpoint-") as folder:
+        link = Path(folder, "checkpoint")
+        link.symlink_to(path.absolute())
+        yield link
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:

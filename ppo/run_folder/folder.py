@@ -92,9 +92,10 @@ class RunFolder:
           RunLockedError: Another process is training a run in this folder.
         """
         try:
+            str(path).encode()
             path.mkdir(parents=True, exist_ok=True)
             is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             raise RunFolderError(
                 f"{path}: cannot create the folder; {_reason(error)}."
             ) from error
@@ -236,6 +237,8 @@ class RunFolder:
         if self._is_locked:
             yield
             return
+        with self.writing():
+            str(self.path).encode()  # TensorFlow cannot write to other paths
         self.check_links("algorithm", "checkpoints", "tensorboard")
         with self.writing():
             descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
@@ -290,6 +293,8 @@ class RunFolder:
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
+            elif isinstance(error, UnicodeEncodeError):
+                is_full, reason = False, _reason(error)
             elif tf is not None and isinstance(error, tf.errors.OpError):
                 is_full = isinstance(error, tf.errors.ResourceExhaustedError)
                 reason = os.strerror(errno.ENOSPC) if is_full else error.message
@@ -303,6 +308,8 @@ class RunFolder:
             elif isinstance(error, FileNotFoundError) or not self.path.exists():
                 reason = "the folder or a file in it was removed or renamed"
                 remedy = "resume the run in its new folder, or start a new run"
+            elif isinstance(error, UnicodeEncodeError):
+                remedy = "rename the file or folder"
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
@@ -320,8 +327,10 @@ def _as_json(values: Config | EnvSource) -> str:
     return json.dumps(values_by_name, indent=2, ensure_ascii=False) + "\n"
 
 
-def _reason(error: OSError) -> str:
-    """Return the message of an `OSError` without its number and path."""
+def _reason(error: OSError | UnicodeEncodeError) -> str:
+    """Return the message of an error without its number and path."""
+    if isinstance(error, UnicodeEncodeError):
+        return "its path, or a name in it, is not UTF-8"
     return error.strerror or str(error)
 
 
