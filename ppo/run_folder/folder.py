@@ -261,8 +261,9 @@ class RunFolder:
                 )
             with self.writing():
                 file.truncate(0)
-                print(f"process {os.getpid()} on {socket.gethostname()}", file=file)
-                file.flush()
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                # Do not buffer, so that closing the file does not retry a failed write.
+                os.write(descriptor, holder.encode())
             self._is_locked = True
             try:
                 yield

@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -155,6 +156,17 @@ def test_a_write_error_other_than_a_full_disk_has_its_own_message(
         run.save_evaluation({})
     expected = f"{run.path}: cannot be written, Is a directory; make it writable."
     assert str(caught.value) == expected
+
+
+def test_a_lock_that_cannot_be_written_is_a_write_error(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # like a full disk
+    try:
+        with pytest.raises(RunWriteError, match="File too large"), run.locked():
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(tmp_path: Path) -> None:
