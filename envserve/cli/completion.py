@@ -43,8 +43,9 @@ def install_completion(name: str) -> str:
         if code.encode() not in content:
             path.parent.mkdir(parents=True, exist_ok=True)
             # Append: a file that is replaced would be lost if the disk is full.
-            with path.open("a") as file:
-                file.write(f"{code}\n" if content[-1:] in b"\n" else f"\n{code}\n")
+            with path.open("a") as startup_file:
+                startup_file.write("" if content[-1:] in b"\n" else "\n")
+                startup_file.write(f"{code}\n")
     except OSError as error:
         fail(f"{path} cannot be changed: {error.strerror}; add to it: {code}")
     return f"{path}: new shells will complete {name}"
