@@ -47,7 +47,7 @@ from ppo.run_folder.trust import (
     trust_code,
 )
 
-__all__ = ["RunFolder", "seed_folders"]
+__all__ = ["RunFolder"]
 
 _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
