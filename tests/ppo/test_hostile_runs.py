@@ -84,6 +84,7 @@ def test_any_config_is_read_or_is_an_error(
         ("learning_rate", "Infinity"),
         ("seed", "-Infinity"),
         ("env_name", r'"a\u0000b.py:Walk"'),
+        ("env_name", f'"{LONG}"'),
         ("import_modules", r'["\udfff"]'),
         ("network", r'"\u001b]0;x\u0007:f"'),
         ("wrappers", '[{"name": {"a": 1}}]'),
