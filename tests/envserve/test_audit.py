@@ -134,7 +134,8 @@ async def test_a_file_that_cannot_be_opened_is_an_error_at_the_start(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "other")
     mode = os.stat("/dev/full").st_mode
-    for name in ("none/audit", "link", ".", "/dev/full"):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("none/audit", "link", ".", "/dev/full", "pipe"):
         with pytest.raises(ServerError, match=r"--audit: cannot write .*: "):
             AuditLog(str(tmp_path / name), describe, asyncio.get_running_loop())
     assert os.stat("/dev/full").st_mode == mode
