@@ -59,6 +59,9 @@ _REPLY_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.
 _SEARCH_SECONDS: Final = 3.0
+#: Maximum time to wait for a poll of all servers before giving up. A poll takes long if
+#: a name server or a network file system does not reply.
+_MAX_POLL_SECONDS: Final = 60.0
 #: Number of restarts of the server before the first lease that end the session.
 _MAX_RESTARTS: Final = 16
 
@@ -81,7 +84,8 @@ class Attachment:
       granted_by: Address of the server that granted the latest lease; "" if none did.
       is_rejected: Whether the client has moved to the current server, which then has
         rejected its ATTACH.
-      awaits_poll: Whether to wait until all servers have been polled for free envs.
+      awaits_poll: Whether to wait until all servers have been polled for free envs, at
+        most `_MAX_POLL_SECONDS` longer than otherwise.
     """
 
     def __init__(
@@ -355,8 +359,11 @@ class Attachment:
     @property
     def give_up_at(self) -> float:
         """Time at which to call `give_up`, in monotonic seconds."""
-        if self.awaits_poll:
-            return math.inf
+        return self._lost_at + (_MAX_POLL_SECONDS if self.awaits_poll else 0.0)
+
+    @property
+    def _lost_at(self) -> float:
+        """Time at which the server or the lease counts as lost for good."""
         since, loss = self._requests.liveness.silent_since, self.lost_lease
         state, timeouts = self.machine.state, self._timeouts
         if state.has_envs:
