@@ -86,6 +86,7 @@ class Attachment:
         rejected its ATTACH.
       awaits_poll: Whether to wait until all servers have been polled for free envs, at
         most `_MAX_POLL_SECONDS` longer than otherwise.
+      throttle: Limits how often the session logs the same kind of message.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Attachment:
         self.error: EnvserveError | None = None
         self.connect_error: ConnectError | None = None
         self.tried_text = ""
-        self._throttle = LogThrottle()
+        self.throttle = LogThrottle()
         self.num_leases = self.attach_id = self._num_restarts = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
@@ -198,7 +199,7 @@ class Attachment:
         if self.lost_lease is not None:
             level = logging.WARNING if self.num_leases > 1 else logging.INFO
             text = "granted a new lease after a loss"
-            if (more := self._throttle.admit("lease", now)) is not None:
+            if (more := self.throttle.admit("lease", now)) is not None:
                 _LOGGER.log(level, "%s: %s%s", self.address, text, more)
             if self.lost_lease.stalled_address != self.address:
                 self.lost_lease.give_up_error = None
@@ -255,7 +256,7 @@ class Attachment:
         if self.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: no lease has been granted yet")
         # A faulty server may end the lease at every step.
-        if (more := self._throttle.admit("loss", now)) is not None:
+        if (more := self.throttle.admit("loss", now)) is not None:
             _LOGGER.warning("%s; requesting a new lease%s", error, more)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
