@@ -326,7 +326,11 @@ def test_only_loopback_and_ipc_addresses_are_local(
 
 
 @pytest.mark.parametrize(
-    "address", ["", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"]
+    "address",
+    [
+        *("", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"),
+        *("ipc:///a\0b", "ipc:///a\udcff", "tcp://a\udcff:1"),
+    ],
 )
 def test_invalid_bind_addresses_raise(address: str) -> None:
     with pytest.raises(ValueError, match="expected an address like"):
