@@ -260,6 +260,10 @@ class Attachment:
             _LOGGER.warning("%s; requesting a new lease%s", error, more)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
+        if previous is not None and not requests.boot:
+            # No envs were requested since the previous loss. If an interrupt has ended
+            # that call of this method, its DETACH was not sent.
+            detach_frames = previous.detach_frames
         # If the server was already silent (an interrupted call may have been waiting
         # for its reply), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
