@@ -414,8 +414,8 @@ class HostSettings(WorkerSettings):
 
     @property
     def total_envs(self) -> int:
-        """The maximum total number of envs in all leases."""
-        return self.num_workers * self.envs_per_worker
+        """The maximum total number of envs in all leases; WELCOME sends it as u32."""
+        return min(self.num_workers * self.envs_per_worker, 2**32 - 1)
 
     @property
     def max_message_bytes(self) -> int:
