@@ -192,6 +192,10 @@ def test_spare_envs_count_as_leased() -> None:
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
+        (
+            {"num_envs": 8192, "num_splits": 4096},
+            *(EnvStartError, "at most 4,096 blocks; got 8,192"),
+        ),
         # Workers refuse unknown names: see `test_wrapped_envs`.
         (
             {"wrappers": (WrapperSpec("ActionRepeat", {"amount": 0}),)},
