@@ -515,7 +515,7 @@ class Attachment:
 
     def detach(self, now: float) -> None:
         """Discard all operations, and return the envs to the server."""
-        self.lost_lease = None
+        loss, self.lost_lease = self.lost_lease, None
         self._requests.clear()
         if self.client_blocks is not None:
             self.client_blocks.discard_all()
@@ -524,6 +524,8 @@ class Attachment:
             self._requests.send(Request(MessageType.DETACH), now)
         else:
             self.machine.change_to(ClientState.CLOSED)
+        if loss is not None:  # its DETACH may not have been sent yet
+            self._requests.send_detach(loss.detach_frames)
 
     def close(self) -> None:
         """Change to CLOSED, because the envs were returned to the server."""
