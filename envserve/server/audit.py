@@ -57,7 +57,7 @@ class AuditLog:
         self._has_failed = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            self._file = os.open(path, flags, 0o600)
+            self._file = os.open(path, flags | os.O_NONBLOCK, 0o600)
             # Reject devices such as /dev/null, because chmod would affect other users.
             if not stat.S_ISREG(os.fstat(self._file).st_mode):
                 os.close(self._file)
