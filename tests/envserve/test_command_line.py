@@ -471,6 +471,7 @@ def test_a_closed_pipe_is_not_reported_as_an_error() -> None:
         ("--version >&- 2>&-", 0, 0, "1"),
         ("start --wokers 1 2>&-", 2, 0, ""),
         ("health x://y 2>&-", 2, 0, ""),
+        ("join <&-", 2, 1, ""),
         ("describe CartPole-v1 >&- 2>&- <&-", 0, 0, ""),
     ],
 )
