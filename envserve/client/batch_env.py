@@ -270,6 +270,7 @@ class BatchEnv:
           WrapperError: A wrapper is unknown, or has a wrong argument.
         """
         factory.check_choice("on_fault", on_fault, OnFault)
+        factory.check_positive(start_timeout=start_timeout)
         settings = factory.local_settings(
             env_name, num_envs, num_workers, options, cls.local
         )
@@ -359,6 +360,13 @@ class BatchEnv:
         """
         factory.check_choice("on_fault", on_fault, OnFault)
         factory.check_choice("on_server_lost", on_server_lost, OnServerLost)
+        factory.check_positive(
+            connect_timeout=connect_timeout,
+            start_timeout=start_timeout,
+            server_lost_after=server_lost_after,
+            operation_timeout=operation_timeout,
+            max_row_mib=max_row_mib,
+        )
         request = factory.remote_request(env_name, num_envs, options, cls.connect)
         servers = ServerPool(addresses, insecure=insecure)
         timeouts = Timeouts(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from itertools import pairwise
+from numbers import Real
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import gymnasium
@@ -252,6 +253,13 @@ def check_choice(name: str, value: str, choices: Any) -> None:
     """Raise ValueError unless a value is one of the choices of a Literal."""
     if value not in get_args(choices):
         raise ValueError(f"{name}: expected one of {get_args(choices)}; got {value!r}")
+
+
+def check_positive(**limits: float) -> None:
+    """Raise ValueError unless all values are positive numbers; infinity is allowed."""
+    for name, value in limits.items():
+        if not (isinstance(value, Real) and value > 0):
+            raise ValueError(f"{name}: expected a positive number; got {value!r:.200}")
 
 
 def _checked_settings(

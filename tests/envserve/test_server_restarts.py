@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
 from typing import Any, Self
@@ -129,3 +130,15 @@ def test_with_padding_other_rows_are_stepped_until_the_server_is_back(
 def test_an_unknown_value_of_on_server_lost_is_an_error() -> None:
     with pytest.raises(ValueError, match="on_server_lost"):
         BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, on_server_lost="shrink")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [math.nan, 0, -1.0, "5"])
+@pytest.mark.parametrize(
+    "name",
+    ["connect_timeout", "start_timeout", "server_lost_after", "operation_timeout"],
+)
+def test_a_timeout_that_is_not_positive_is_an_error_before_connecting(
+    name: str, value: Any
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected a positive number; got"):
+        BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, **{name: value})
