@@ -108,11 +108,11 @@ def answers_to_other_sessions_are_accepted(patch: Patch) -> None:
 
 
 @bug()
-def a_late_reply_answers_a_new_request(patch: Patch) -> None:
+def a_late_reply_is_matched_to_a_new_request(patch: Patch) -> None:
     def alter(self: Any, answer: Any) -> Any:
-        waiting = self.requests.waiting
+        in_flight = self.requests.unanswered
         blocks = [block for block, _ in answer.entries]
-        for request in waiting.values() if answer.request not in waiting else ():
+        for request in () if answer.request in in_flight else in_flight.values():
             if blocks and blocks == [block for block, _ in request.entries]:
                 answer.request, answer.entries = request.id, request.entries
         return answer
