@@ -63,9 +63,9 @@ class KeyedPeer:
 
     def granted(self) -> Message:
         """Wait until a lease is granted."""
-        while (answer := self.receive()).type is not MessageType.GRANTED:
+        while (reply := self.receive()).type is not MessageType.GRANTED:
             pass
-        return answer
+        return reply
 
     def errors(self, count: int, sessions: Iterable[int] = ()) -> list[ErrorBody]:
         """Wait until `count` sessions were refused; resend requests as clients do."""
@@ -74,9 +74,9 @@ class KeyedPeer:
             # A throttled user's messages are dropped, so resend them.
             if sessions and not self._socket.poll(1000):
                 self.attach(set(sessions) - errors.keys())
-            answer = self.receive()
-            if answer.type is MessageType.ERROR:
-                errors[answer.session] = ErrorBody.decode(answer.body)
+            reply = self.receive()
+            if reply.type is MessageType.ERROR:
+                errors[reply.session] = ErrorBody.decode(reply.body)
         return [*errors.values()]
 
     def close(self) -> None:

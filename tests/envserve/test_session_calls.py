@@ -38,8 +38,8 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     client.send(frames)
     picture = codec.encode([bytes(300_000)])
     for block in range(8):
-        (answer,) = client.deliver_outcomes([Outcome(block, result=picture)])
-        assert bytes(answer.payload) == picture
+        (reply,) = client.deliver_outcomes([Outcome(block, result=picture)])
+        assert bytes(reply.payload) == picture
     (lease,) = [record.lease for record in client.server.protocol.leases.values()]
     assert lease is not None
     assert lease.result_cache.num_bytes == 3 * len(picture)

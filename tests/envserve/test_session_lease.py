@@ -94,10 +94,10 @@ def test_a_copy_of_a_finished_request_gets_the_same_reply(client: RawClient) -> 
 def test_each_attempt_is_answered_once(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
-    answers = client.finish()
+    replies = client.finish()
     for attempt in [0, 0, 2, 2, 1, 0, 3, 3]:
-        answers += client.send(changed(frames, attempt=attempt))
-    assert [answer.attempt for answer in answers] == [0, 2, 3]
+        replies += client.send(changed(frames, attempt=attempt))
+    assert [reply.attempt for reply in replies] == [0, 2, 3]
 
 
 def test_a_reply_is_repeated_every_second_and_after_eight_copies_every_minute(
@@ -118,9 +118,9 @@ def test_a_reply_is_repeated_every_second_and_after_eight_copies_every_minute(
 
 def test_a_grant_is_repeated_every_second(client: RawClient) -> None:
     attach = client.frames(MessageType.ATTACH, (), make_attach().encode())
-    answers = [client.send(attach, after=0.5) for _ in range(5)]
+    replies = [client.send(attach, after=0.5) for _ in range(5)]
     types = [MessageType.GRANTED, MessageType.BUILDING] * 2
-    assert [one.type for (one,) in answers] == [*types, MessageType.GRANTED]
+    assert [one.type for (one,) in replies] == [*types, MessageType.GRANTED]
 
 
 def test_a_late_copy_is_ignored(client: RawClient) -> None:
@@ -257,8 +257,8 @@ def test_a_call_that_raises_fails_and_uses_up_its_seq() -> None:
     client = RawClient(server)
     for seq in (1, 2):
         client.send(client.call(0, "call", "broken", seq=seq))
-        (answer,) = client.finish()
-        error = ResultReport.decode(answer.report).errors[0]
+        (reply,) = client.finish()
+        error = ResultReport.decode(reply.report).errors[0]
         assert error.code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(0, None), (0, None)]
 

@@ -171,7 +171,7 @@ def fail(public: bytes) -> None:
 @pytest.mark.parametrize(
     "pair", [UNKNOWN, AUTHORISED, None], ids=["unknown", "known", "no"]
 )
-async def test_without_a_clear_answer_no_client_is_admitted(
+async def test_no_client_is_admitted_unless_the_handler_returns_its_grant(
     open_router: Callable[..., KeyedRouter],
     connect: Callable[..., Any],
     handler: Find | None,

@@ -154,8 +154,8 @@ def test_the_first_signal_stops_all_seeds_and_the_second_one_at_once(
 def test_a_signal_before_the_first_seed_starts_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(answers))
+    results = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(results))
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
     assert "Resume with: ppo train --resume" in output

@@ -169,7 +169,7 @@ class Endpoint(PausableProcess):
             )
 
     def _check_stalls(self, session: ClientSession) -> None:
-        """Verify that no server that answers PING is lost, unless servers may stall."""
+        """Verify that no server is lost that replies to PING, unless it may stall."""
         loss = session.attachment.lost_lease
         reason = str(session.error or (loss and loss.error))
         if "the server replies, but ignores" not in reason:

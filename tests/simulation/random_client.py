@@ -36,7 +36,7 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.simulation.endpoint import Endpoint
 from tests.simulation.journal import Violation, check_levels
-from tests.simulation.pool import LENGTH, SPEC, answers_to
+from tests.simulation.pool import LENGTH, SPEC, results_of
 from tests.simulation.profile import Profile, log_uniform
 
 if TYPE_CHECKING:
@@ -294,8 +294,8 @@ class RandomClient(Endpoint):
                 self._abandoned_rows.update(rows)
         elif isinstance(operation.kind, Call):
             values = codec.decode(outcome.result)
-            if values != answers_to(operation.kind):
-                raise Violation(f"{operation.kind} was answered with {values}")
+            if values != results_of(operation.kind):
+                raise Violation(f"{operation.kind} returned {values}")
 
     def _check_step(
         self,

@@ -79,7 +79,7 @@ def test_rows_that_move_between_hosts_are_never_wrong(random_seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_trainers", [0, 2])
-def test_a_faulty_server_that_answers_pings_causes_no_wrong_transition(
+def test_a_faulty_server_that_replies_to_pings_causes_no_wrong_transition(
     num_trainers: int, random_seed: int
 ) -> None:
     """Clients leave servers that ignore operations, or that never finish them."""

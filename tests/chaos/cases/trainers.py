@@ -35,7 +35,7 @@ _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
 _NO_FAULTS: Final = NetworkFaults()
 #: Seconds within which a trainer must be notified that its lease is lost.
-_ANSWER_SECONDS: Final = 0.5
+_NOTICE_SECONDS: Final = 0.5
 
 
 @chaos_case(
@@ -177,13 +177,13 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
             for driver in second:
                 driver.receive_rest()
                 driver.step()
-            answers = [_is_refused(driver, _ANSWER_SECONDS) for driver in late]
+            is_refused = [_is_refused(driver, _NOTICE_SECONDS) for driver in late]
             for driver in second:
                 driver.step()
         for index, driver in enumerate(late):
-            if answers[index] is None:  # it can reconnect now: its envs are free
-                answers[index] = _is_refused(driver, MAX_CALL_SECONDS)
-    return sum(map(bool, answers))
+            if is_refused[index] is None:  # it can reconnect now: its envs are free
+                is_refused[index] = _is_refused(driver, MAX_CALL_SECONDS)
+    return sum(map(bool, is_refused))
 
 
 def _batch_of_all(
