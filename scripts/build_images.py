@@ -42,7 +42,7 @@ USER = 10001  # as in the Dockerfile
 ISOLATED = ("setsid", "unshare", "--mount")
 
 
-class Containers(compose.Cluster):
+class BuildahCluster(compose.Cluster):
     """The services of docker-compose.yml in containers of buildah."""
 
     def __init__(self, folder: Path, volumes: list[str]) -> None:
@@ -104,7 +104,7 @@ class Containers(compose.Cluster):
         self.hosts.remove()
 
 
-def train(containers: Containers, steps: int) -> None:
+def train(containers: BuildahCluster, steps: int) -> None:
     """Train on the envs of one server, and drain the server."""
     (server,) = containers.servers
     containers.hosts.create()
@@ -148,7 +148,7 @@ def main(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["TMPDIR"] = str(folder)  # for the temporary files of buildah
-        containers = Containers(folder, volume or [])
+        containers = BuildahCluster(folder, volume or [])
         stack.callback(containers.close)
         stack.enter_context(compose.print_logs_on_failure(folder))
         base, file = str(folder / "base"), folder / "Dockerfile"

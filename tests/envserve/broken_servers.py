@@ -268,7 +268,7 @@ class AcceptsOldSteps(Server):
 
 
 @found_by("bad_steps")
-class CountsRefusedSteps(Server):
+class CountsRejectedSteps(Server):
     def change_reply(self, message: Message) -> Message:
         lease = self.lease_of(message)
         if message.type is Kind.ERROR and message.entries and lease:

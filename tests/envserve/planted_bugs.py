@@ -195,7 +195,7 @@ def leases_reuse_seeds(patch: Patch) -> None:
 
 
 @bug()
-def refused_operations_use_up_a_seq(patch: Patch) -> None:
+def rejected_operations_use_up_a_seq(patch: Patch) -> None:
     around(
         patch,
         client_blocks.ClientBlocks,

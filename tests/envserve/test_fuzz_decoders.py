@@ -39,5 +39,5 @@ def test_decoders_decode_or_reject_any_bytes(pytestconfig: pytest.Config) -> Non
     for name, target in targets.items():
         seconds, data = target.slowest
         assert seconds < target.max_seconds, f"{name}: {seconds:.4f} s for {data.hex()}"
-    refusing = [name for name, target in targets.items() if target.expected_errors]
-    assert all(targets[name].num_rejected for name in refusing)
+    rejecting = [name for name, target in targets.items() if target.expected_errors]
+    assert all(targets[name].num_rejected for name in rejecting)

@@ -127,7 +127,7 @@ def messages_of_odd_values(
 ) -> Iterator[list[Buffer]]:
     """Yield well-formed control messages in which one field has an odd value.
 
-    Mutated bytes hardly ever form a valid extension type. The server refuses all of
+    Mutated bytes hardly ever form a valid extension type. The server rejects all of
     these messages: each ATTACH, which has a new session, because it requests too many
     envs, and each CALL because its name is not exposed.
     """

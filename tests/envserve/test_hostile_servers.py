@@ -246,7 +246,7 @@ def test_a_long_error_text_is_shortened(host: Host) -> None:
     assert len(str(error.value)) < 1000
 
 
-def test_rows_that_need_too_much_memory_are_refused(host: Host) -> None:
+def test_rows_that_need_too_much_memory_are_rejected(host: Host) -> None:
     address = host("large rows", MessageType.ATTACH)
     lane = RemoteLane(address, make_config(num_envs=4096))
     started = time.monotonic()

@@ -181,7 +181,7 @@ def test_a_status_that_no_fault_explains_is_a_loss(
     assert_lost(pool, finished[1], "worker 1 (env 1) was replaced")
 
 
-def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
+def test_an_overwritten_reset_is_repeated_and_the_result_of_a_call_is_kept(
     two_workers: PoolOfFakeWorkers,
 ) -> None:
     pool, (first, second) = two_workers.pool, two_workers.launcher.workers

@@ -348,7 +348,7 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
         monkeypatch.undo()
     assert "a reply could not be sent" in caplog.text
     (end,) = (r for r in caplog.records if r.message.startswith("replies to"))
-    assert end.levelno == logging.INFO  # clients that are gone cause some
+    assert end.levelno == logging.INFO  # usual when clients exit
 
 
 async def test_dropped_messages_are_logged_at_the_end(

@@ -1,4 +1,4 @@
-"""Messages for a lease's operations: copies, gaps, refusals and results."""
+"""Messages for a lease's operations: copies, gaps, rejections and results."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_a_call_is_answered_again_but_not_executed_again(client: RawClient) -> N
     ],
     ids=str,
 )
-def test_an_invalid_step_is_refused_and_not_executed(
+def test_an_invalid_step_is_rejected_and_not_executed(
     client: RawClient, fields: dict[str, Any], code: ErrorCode, executed: Executed
 ) -> None:
     (error,) = errors_in(client.send(changed(client.step(1), **fields)))
@@ -170,14 +170,14 @@ def test_an_invalid_step_is_refused_and_not_executed(
     assert not client.pool.executed
 
 
-def test_the_next_seq_of_a_running_block_is_refused(client: RawClient) -> None:
+def test_the_next_seq_of_a_running_block_is_rejected(client: RawClient) -> None:
     client.send(client.step(1))
     (error,) = errors_in(client.send(client.step(1, seq=2)))
     assert error.code is ErrorCode.GAP
     assert len(client.pool.executed) == 2
 
 
-def test_an_invalid_action_is_refused_and_does_not_use_up_a_seq(
+def test_an_invalid_action_is_rejected_and_does_not_use_up_a_seq(
     client: RawClient,
 ) -> None:
     actions = np.array([1, 1, 100, 1], np.int64).tobytes()
@@ -190,16 +190,16 @@ def test_an_invalid_action_is_refused_and_does_not_use_up_a_seq(
     assert len(client.pool.executed) == 2
 
 
-def test_a_copy_of_a_refused_request_does_not_match_a_later_request(
+def test_a_copy_of_a_rejected_request_does_not_match_a_later_request(
     client: RawClient,
 ) -> None:
-    refused = client.step(100)
-    assert errors_in(client.send(refused))
+    rejected = client.step(100)
+    assert errors_in(client.send(rejected))
     client.send(client.step(5))
-    assert not client.send(changed(refused, attempt=1))
+    assert not client.send(changed(rejected, attempt=1))
     assert [actions for _, actions in client.pool.executed] == [(5, 5), (5, 5)]
     client.finish()
-    assert not client.send(changed(refused, attempt=2))
+    assert not client.send(changed(rejected, attempt=2))
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -242,7 +242,7 @@ def test_a_reset_of_some_rows_with_seeds(client: RawClient) -> None:
     [{0: ((2,), None)}, {0: ((0, 0), None)}, {0: ((0,), (1, 2))}],
     ids=["another block's row", "a row twice", "too many seeds"],
 )
-def test_resets_that_do_not_fit_the_block_are_refused(
+def test_resets_that_do_not_fit_the_block_are_rejected(
     client: RawClient, resets: dict[int, Any]
 ) -> None:
     (error,) = errors_in(client.send(client.reset(resets)))
@@ -274,7 +274,7 @@ def test_a_call_that_raises_fails_and_uses_up_its_seq() -> None:
         ("get", ""),
     ],
 )
-def test_attributes_that_are_not_exposed_are_refused(
+def test_attributes_that_are_not_exposed_are_rejected(
     client: RawClient, kind: str, name: str
 ) -> None:
     (error,) = errors_in(client.send(client.call(0, kind, name, (1,))))

@@ -135,7 +135,7 @@ def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost()
     assert isinstance(client.error, ServerLost)
 
 
-def test_a_refused_attach_is_retried_under_the_same_session() -> None:
+def test_a_rejected_attach_is_retried_under_the_same_session() -> None:
     """If a late copy of the ATTACH is granted, this client must own the lease."""
     client, restarted = attach_and_restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
@@ -313,7 +313,7 @@ def test_the_time_limit_starts_again_after_a_new_lease() -> None:
 
 
 def test_an_earlier_loss_without_operations_in_flight_does_not_count() -> None:
-    """Without operations, no reply under the second lease ended the first loss."""
+    """The second lease gets no reply, which would end the first loss."""
     client = attach_and_step()
     client.record_connect(1.0)
     second = FakeServer(boot=2)

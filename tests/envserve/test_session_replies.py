@@ -60,7 +60,7 @@ def test_a_late_reply_is_not_paired_with_the_next_step() -> None:
     assert not client.collect()
 
 
-def test_a_refused_action_is_an_error_and_does_not_use_up_a_seq() -> None:
+def test_a_rejected_action_is_an_error_and_does_not_use_up_a_seq() -> None:
     server, client = make_pair()
     client.rows.action[0][:] = [1, 1, 100, 1]
     client.submit_step([0, 1], 0.0)

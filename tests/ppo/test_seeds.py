@@ -162,7 +162,7 @@ def test_a_signal_before_the_first_seed_starts_ends_the_study(
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 
-def test_monitoring_options_are_refused_for_a_study(tmp_path: Path) -> None:
+def test_monitoring_options_are_rejected_for_a_study(tmp_path: Path) -> None:
     code, _, error = ppo(*study(tmp_path / "study", "--film"))
     assert code == 2
     assert "omit these options or --seeds" in error
