@@ -118,7 +118,9 @@ def train(containers: BuildahCluster, steps: int) -> None:
     health = [*compose.health_command()[:-1], address]
     compose.wait_for("sim is healthy", lambda: containers.run("page", "page", health))
     if (user := containers.run("page", "page", ["id", "-u"]).strip()) != str(USER):
-        raise ChildProcessError(f"expected user {USER}, got {user}")
+        raise ChildProcessError(
+            f"expected the container to run as user {USER}, got {user}"
+        )
     options = ("--run-dir", "runs/cartpole", "--set", f"total_steps={steps}")
     containers.start("trainer", "", *options)
     containers.finish("trainer")
@@ -128,7 +130,7 @@ def train(containers: BuildahCluster, steps: int) -> None:
     first, last = rows[0]["mean_return"], rows[-1]["mean_return"]
     print(f"{rows[-1]['steps']:,} steps, mean return {last:.1f}, at first {first:.1f}")
     if not last > first:
-        raise ChildProcessError("expected the agent to improve")
+        raise ChildProcessError(f"expected a mean return above {first}; got {last}")
 
 
 def main(

@@ -57,7 +57,7 @@ class FakeWorker:
         for kind in kinds:
             deadline = time.monotonic() + 40.0
             while not self._messages:
-                assert time.monotonic() < deadline, f"waited 40 s for {kind!r}"
+                assert time.monotonic() < deadline, f"expected {kind!r} within 40 s"
                 assert pool.collect(0.01) == []
                 with contextlib.suppress(BlockingIOError):
                     self._messages += self._reader.feed(self.theirs.recv(1 << 16))

@@ -102,7 +102,7 @@ def test_every_message_is_handled_quickly() -> None:
             seconds = time.thread_time() - start
             durations[name] = min(seconds, durations.get(name, seconds))
     worst = max(durations, key=lambda name: durations[name])
-    assert durations[worst] < MAX_SECONDS, f"{worst}: {durations[worst]:.4f} s"
+    assert durations[worst] < MAX_SECONDS, worst
 
 
 def many_values(count: int) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class SlowReader:
             self.request(MessageType.STEP, self.seq, attempt, reads=True)
             if self._reading.poll(1000):
                 return decode(self._reading.recv_multipart())
-        raise AssertionError("no reply to 20 copies")
+        raise AssertionError("expected a reply to one of 19 copies; got none")
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -188,7 +188,7 @@ class OneShotDealer:
 
     def is_admitted(self) -> bool:
         """Wait until the handshake has ended; return whether it has succeeded."""
-        assert self._monitor.poll(20_000), "expected a handshake to end"
+        assert self._monitor.poll(20_000), "expected the handshake to end within 20 s"
         event = recv_monitor_message(self._monitor)["event"]
         return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 

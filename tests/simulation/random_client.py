@@ -382,7 +382,7 @@ class RandomClient(Endpoint):
 
     def _check_end(self, session: ClientSession) -> None:
         if self._in_flight:
-            raise Violation(f"{self._in_flight} never ended")
+            raise Violation(f"expected no operations in flight; got {self._in_flight}")
         error = session.error
         is_fatal = isinstance(error, FATAL) and not isinstance(error, ProtocolError)
         if session.state is ClientState.LOST and not is_fatal:
