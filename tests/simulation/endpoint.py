@@ -172,7 +172,7 @@ class Endpoint(PausableProcess):
             )
 
     def _check_stalls(self, session: ClientSession) -> None:
-        """Verify that no server is lost that replies to PING, unless it may stall."""
+        """Fail if a client lost a server that replies to PING and may not stall."""
         loss = session.attachment.lost_lease
         reason = str(session.error or (loss and loss.error))
         if "the server replies, but ignores" not in reason:
