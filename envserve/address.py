@@ -15,6 +15,9 @@ _ADDRESS: Final = re.compile(
     r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>[0-9]{1,5}))?"
 )
 _PORT: Final = re.compile("[0-9]{1,5}")
+#: A character that no address can contain: NUL, or part of a word of the command line
+#: that is not UTF-8.
+_INVALID: Final = re.compile("[\0\ud800-\udfff]")
 
 
 class NamedAddress(str):
@@ -40,9 +43,10 @@ def complete_address(address: str) -> str:
     Raises:
       AddressError: The address is malformed.
     """
-    if address.startswith("ipc://") and address != "ipc://" and "\0" not in address:
+    is_text = not _INVALID.search(address)
+    if address.startswith("ipc://") and address != "ipc://" and is_text:
         return address
-    match = _ADDRESS.fullmatch(address)
+    match = _ADDRESS.fullmatch(address) if is_text else None
     port = int(match["port"] or DEFAULT_PORT) if match else -1
     if match is None or port > 65535:
         raise AddressError(
@@ -76,10 +80,12 @@ def is_local_address(address: str) -> bool:
       ValueError: The address is neither `ipc://PATH` nor `tcp://HOST:PORT`.
     """
     scheme, _, rest = address.partition("://")
-    if scheme == "ipc" and rest:
+    is_text = not _INVALID.search(address)
+    if scheme == "ipc" and rest and is_text:
         return True
     host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (_PORT.fullmatch(port) and int(port) < 65536):
+    is_tcp = scheme == "tcp" and host and is_text
+    if not (is_tcp and _PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
             f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
             f"got {address!r}"

@@ -87,6 +87,14 @@ class Block:
         return slice(self.start, self.stop)
 
 
+def block_counts(
+    num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
+) -> tuple[int, int]:
+    """Return the number of splits, and of blocks in each split; see `make_blocks`."""
+    num_splits = min(num_splits, num_envs)
+    return num_splits, min(blocks_per_split or num_workers, num_envs // num_splits)
+
+
 def make_blocks(
     num_envs: int, num_workers: int, num_splits: int, blocks_per_split: int = 0
 ) -> tuple[Block, ...]:
@@ -96,8 +104,9 @@ def make_blocks(
     assigned to the workers round-robin. No block is empty: if there are fewer envs than
     splits or workers, the surplus splits and workers get no block.
     """
-    num_splits = min(num_splits, num_envs)
-    per_split = min(blocks_per_split or num_workers, num_envs // num_splits)
+    num_splits, per_split = block_counts(
+        num_envs, num_workers, num_splits, blocks_per_split
+    )
     count = num_splits * per_split
     edges = [index * num_envs // count for index in range(count + 1)]
     return tuple(

@@ -348,7 +348,8 @@ class HostSettings(WorkerSettings):
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
     # Stopping takes up to 2 s more, and Docker kills a container 10 s after SIGTERM.
-    drain_grace_seconds: Annotated[float, Meta(ge=0, lt=2.0**63)] = 8.0
+    # Clients accept less than 2**63 milliseconds.
+    drain_grace_seconds: Annotated[float, Meta(ge=0, lt=2.0**53)] = 8.0
     """Seconds after SIGTERM during which running episodes may finish."""
     max_message_mib: _Count = 1
     """Maximum size of a message from a client in MiB."""
@@ -413,8 +414,8 @@ class HostSettings(WorkerSettings):
 
     @property
     def total_envs(self) -> int:
-        """The maximum total number of envs in all leases."""
-        return self.num_workers * self.envs_per_worker
+        """The maximum total number of envs in all leases; WELCOME sends it as u32."""
+        return min(self.num_workers * self.envs_per_worker, 2**32 - 1)
 
     @property
     def max_message_bytes(self) -> int:

@@ -38,10 +38,16 @@ def install_completion(name: str) -> str:
     """Add the completion code to the user's shell startup file; return a message."""
     file, code = _shell_settings(name)
     path = Path(file).expanduser()
-    content = path.read_text() if path.exists() else ""
-    if code not in content:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content.rstrip()}\n{code}\n".lstrip())
+    try:
+        content = path.read_bytes() if path.exists() else b""
+        if code.encode() not in content:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Append: a file that is replaced would be lost if the disk is full.
+            with path.open("a") as startup_file:
+                startup_file.write("" if content[-1:] in b"\n" else "\n")
+                startup_file.write(f"{code}\n")
+    except OSError as error:
+        fail(f"{path} cannot be changed: {error.strerror}; add to it: {code}")
     return f"{path}: new shells will complete {name}"
 
 

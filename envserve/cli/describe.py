@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 
 from envserve.cli.options import Env, Import, Insecure, MaybeAddress, import_from_here
@@ -68,10 +67,10 @@ def describe(
 
 
 def _registration(name: str) -> dict[str, object]:
-    from envserve.envs.registry import env_creator_of, find_spec
+    from envserve.envs.registry import env_creator_of, find_spec, parameters_of
 
     spec = find_spec(name)
-    parameters = inspect.signature(env_creator_of(spec)).parameters.values()
-    values = [(p, spec.kwargs.get(p.name, p.default)) for p in parameters]
+    parameters = parameters_of(env_creator_of(spec)) or {}
+    values = [(p, spec.kwargs.get(p.name, p.default)) for p in parameters.values()]
     texts = (str(p.replace(annotation=p.empty, default=value)) for p, value in values)
     return {"time limit": spec.max_episode_steps, "arguments": ", ".join(texts)}

@@ -131,8 +131,12 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
     if not missing and not always:
         return
-    if not (folder := writable_by_others(os.getcwd())):
-        sys.path.append(os.getcwd())  # last, so that its files shadow no other module
+    try:
+        working_dir = os.getcwd()
+    except FileNotFoundError:  # the folder was deleted, so it contains no modules
+        return
+    if not (folder := writable_by_others(working_dir)):
+        sys.path.append(working_dir)  # last, so that its files shadow no other module
     elif missing:
         raise EnvStartError(
             f"--import: expected {missing[0]} to be an installed module, because other "

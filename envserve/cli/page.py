@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -49,7 +50,7 @@ def page(
     from envserve.monitoring.page.data_feed import DataFeed
     from envserve.wire.sockets import raise_file_limit
 
-    if run is not None and run.is_file():
+    if run is not None and os.path.isfile(run):
         fail(f"--run: expected a run folder; got the file {run}", 2)
     raise_file_limit()
     missing = f"; the page needs additional packages: {install_command('page')}"

@@ -426,7 +426,7 @@ def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, An
     """Return a dict from flags to values, from a TOML file of options."""
     try:
         values = tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--config {path}: expected a TOML file; {error}")
     names = [flag.removeprefix("--") for flag in flags if flag != "--config"]
     for key in values.keys() - {*names}:
@@ -445,11 +445,17 @@ def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
     return ""
 
 
+#: Maps names of options in other programs to the names of the same options here.
+_OTHER_NAMES: Final = {"no-browser": "no-open", "browser": "open"}
+
+
 def _hint(word: str, known: Iterable[str]) -> str:
     # Without the prefix, --workers and --num-workers are similar.
     prefix = "--" if word.startswith("--") else ""
     names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
-    nearest = nearest_name(word.removeprefix(prefix), names)
+    word = word.removeprefix(prefix)
+    other = _OTHER_NAMES.get(word)
+    nearest = other if other in names else nearest_name(word, names)
     return f"; did you mean {prefix}{nearest}?" if nearest else ""
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envserve.cli.options import Count, Import, import_from_here
+from envserve.cli.options import Count, Import, Seconds, import_from_here
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError, EnvStartError
 from envserve.text import printable
@@ -26,7 +26,7 @@ def replay(
     file: Path,
     *,
     import_: Import = None,
-    timeout: float | None = None,
+    timeout: Seconds | None = None,
     pdb: bool = False,
     film: Path | None = None,
     last: Count = 200,
@@ -108,7 +108,11 @@ def _debug(repro: Repro) -> bool:
         raise EnvStartError(f"the env cannot be built: {reason}") from error
     last = len(repro.played.actions[0])
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
-    debugger = Pdb()
+    # A stranger may have put a file .pdbrc into the working directory, too.
+    debugger = Pdb(readrc=False)
+    with contextlib.suppress(OSError, RuntimeError, UnicodeError):
+        commands = Path("~/.pdbrc").expanduser().read_text("utf-8")
+        debugger.rcLines = commands.splitlines(keepends=True)
 
     def step(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if (result := debugger.runcall(method, *args, **kwargs)) is None:

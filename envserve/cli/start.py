@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Container, Mapping
 from functools import partial
 from pathlib import Path
@@ -241,14 +242,17 @@ def _serve_on_ray(
 
 def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Write the addresses atomically, so that readers never get an incomplete file."""
-    temporary = path.parent / f".{path.name}.{os.getpid()}"
+    part = ""
     try:
-        temporary.write_text("".join(f"{address}\n" for address in addresses))
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        # mkstemp follows no link that another user has created in a shared folder.
+        fd, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with open(fd, "w") as file:
+            file.writelines(f"{address}\n" for address in addresses)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(part)
         raise ServerError(
             f"--address-file {path} cannot be written: {error.strerror}; pass a file "
             f"in an existing folder with free space"

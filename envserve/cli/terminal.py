@@ -80,14 +80,14 @@ def show_error(error: Exception | str) -> None:
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr writable, even if they are closed or not UTF-8."""
-    for name in ("stdout", "stderr"):
+    """Make the standard streams usable, even if they are closed or not UTF-8."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the parent process has closed the stream
-            null = os.open(os.devnull, os.O_WRONLY)
-            # Descriptor 1 or 2 must be inheritable, because child processes use it as
-            # stdout or stderr.
+            null = os.open(os.devnull, os.O_RDWR)
+            # Descriptors 0 to 2 must be inheritable, because child processes use them
+            # as standard streams.
             os.set_inheritable(null, True)
-            setattr(sys, name, os.fdopen(null, "w", closefd=False))
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))
         stream = getattr(sys, name)
         if hasattr(stream, "reconfigure"):  # print "?" if a character cannot be encoded
             stream.reconfigure(errors="replace")

@@ -304,7 +304,7 @@ class BatchEnv:
           env_name: Name of an env that every server offers. For your own env, use the
             name that the servers were started with: "my_env.py:Walk" or "my_env:Walk".
           addresses: Addresses of servers, like "sim1", "sim1:5555", "tcp://sim1:5555"
-            or "ipc:///tmp/envs"; or sources of addresses: "dns://sims:5555" (all
+            or "ipc:///run/envs"; or sources of addresses: "dns://sims:5555" (all
             addresses of a host name), "file:///path" or "ray://namespace/name". If a
             server is lost, its rows move to another of these servers that has enough
             free envs; see "A cluster" in the docs.

@@ -16,7 +16,7 @@ import numpy as np
 from envserve.crashes.action_ring import ActionHistory, Count
 from envserve.envs.context import EnvContext
 from envserve.errors import ReproError
-from envserve.settings import Autoreset, NonFinite
+from envserve.settings import Autoreset, NonFinite, convert
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.text import one_line
@@ -111,7 +111,7 @@ def decode_repro(data: bytes) -> Repro:
       ReproError: The content is invalid, or has a format that is not supported.
     """
     try:
-        value = codec.decode(data, max_bytes=MAX_REPRO_BYTES)
+        value = convert(codec.decode(data, max_bytes=MAX_REPRO_BYTES), dict)
         if value["format"] != _FORMAT:
             raise ReproError(
                 f"expected a repro file of format {_FORMAT}; "
@@ -124,7 +124,11 @@ def decode_repro(data: bytes) -> Repro:
             raise ValueError("expected the same number of actions in each array")
     except ReproError:
         raise
-    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
+    # msgspec raises AttributeError for an array where it expects a map.
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError),
+        msgspec.ValidationError,
+    ) as error:
         text = one_line(f"{type(error).__name__}: {error}", 300)
         raise ReproError(f"not an envserve repro file: {text}") from None
     return replace(repro, wrappers=wrappers)

@@ -55,7 +55,9 @@ def seed_global_generators(
     with contextlib.suppress(BaseException):
         registry.preload(env_name)
     torch: Any = sys.modules.get("torch")
-    torch_kind = getattr(torch, "Generator", random.Random)
+    torch_kind = getattr(torch, "Generator", None)
+    if not isinstance(torch_kind, type):  # torch is not loaded, or it is a mock
+        torch_kind = random.Random
     sequence = np.random.SeedSequence(seed)
     for value in _objects_of(registry.user_modules(env_name), functions):
         kind = type(value)  # `isinstance` would make a lazy proxy load its object

@@ -345,7 +345,7 @@ def arguments_of(creator: Callable[..., Any]) -> set[str]:
     """
     names: set[str] = set()
     for init in [cls.__init__ for cls in getattr(creator, "__mro__", ())] or [creator]:
-        parameters = signature(init).parameters.values()
+        parameters = (parameters_of(init) or {}).values()
         names |= {p.name for p in parameters if p.kind in _KEYWORD_KINDS}
         if all(p.kind is not Parameter.VAR_KEYWORD for p in parameters):
             break
@@ -359,6 +359,14 @@ def env_creator_of(spec: EnvSpec) -> Any:
     """
     entry = spec.entry_point
     return load_env_creator(entry) if isinstance(entry, str) else entry
+
+
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, Parameter] | None:
+    """Return the parameters of a function; None if it is native code without them."""
+    try:
+        return signature(function).parameters
+    except ValueError:
+        return None
 
 
 def user_modules(env_name: str) -> dict[str, dict[str, Any]]:

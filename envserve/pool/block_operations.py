@@ -61,8 +61,6 @@ from envserve.worker.worker_report import decode_report
 _IDLE: Final = 0  # value of `kind` if no operation is in flight
 _STEP: Final = int(MessageKind.STEP)
 _PACK: Final = HEADER.pack
-#: Maximum seconds from submitting an operation until its worker's heartbeat is checked.
-_WATCH_SECONDS: Final = 0.1
 #: Largest values of terminated, truncated and status that a worker writes. Larger ones
 #: show that an env has overwritten the rows.
 _MAX_FLAGS: Final = np.array([[1], [1], [Status.PENDING]], np.uint8)
@@ -224,7 +222,7 @@ class BlockOperations:
           now: Monotonic seconds.
         """
         workers = self._workers
-        workers.watch_at = min(workers.watch_at, now + _WATCH_SECONDS)
+        workers.watch_at = min(workers.watch_at, now + workers.watch_seconds)
         if tasks:
             # Parts of a long message may still be queued, so wait for all channels.
             self.likely_last = None

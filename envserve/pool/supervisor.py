@@ -37,9 +37,9 @@ from envserve.worker.channel import (
 from envserve.worker.worker_report import decode_spaces
 from envserve.wrappers.specs import wrappers_to_plain
 
-#: Seconds between heartbeat checks of a busy worker, and so the maximum delay with
-#: which a hang is detected.
-_WATCH_SECONDS: Final = 0.1
+#: Limits of the time between heartbeat checks of a busy worker.
+_MIN_WATCH_SECONDS: Final = 0.01
+_MAX_WATCH_SECONDS: Final = 0.1
 #: Polling interval for the exit status of a process that has just ended.
 _EXIT_STATUS_SECONDS: Final = 0.002
 #: Delay of a restart after the second consecutive failure. Each further failure doubles
@@ -53,6 +53,16 @@ _SETTINGS: Final = (
     *(field.name for field in fields(EnvRequest)),
     *("max_infos_kib", "pickled_code"),
 )
+
+
+def watch_seconds(config: PoolSettings) -> float:
+    """Return the seconds between heartbeat checks of a busy worker.
+
+    A hang is detected at most two of these intervals after its timeout, because a check
+    also notices that a step has begun.
+    """
+    seconds = config.step_timeout_seconds / 10.0
+    return min(max(seconds, _MIN_WATCH_SECONDS), _MAX_WATCH_SECONDS)
 
 
 class _RestartSchedule:
@@ -305,7 +315,7 @@ class SupervisedWorker:
         is_idle = self.state is WorkerState.SERVING and not self.num_unanswered
         if is_idle or self.state is WorkerState.ENDED:
             return math.inf
-        return now + _WATCH_SECONDS
+        return now + watch_seconds(self._config)
 
     def _on_start_message(self, message: ChannelMessage, now: float) -> list[Event]:
         if message.kind is MessageKind.READY:

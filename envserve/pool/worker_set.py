@@ -22,7 +22,7 @@ from envserve.errors import (
 )
 from envserve.lane import Block
 from envserve.pool.launcher import Launcher
-from envserve.pool.supervisor import SupervisedWorker
+from envserve.pool.supervisor import SupervisedWorker, watch_seconds
 from envserve.pool.worker_states import Event
 from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
@@ -41,6 +41,8 @@ class WorkerSet:
       config: Settings of the pool.
       all: The workers, by index.
       incarnations: Number of times that the env of each row was rebuilt.
+      watch_seconds: Maximum seconds from submitting an operation until its worker's
+        heartbeat is checked.
       watch_at: Time of the next `watch`, unless an event occurs first.
       spec: Spaces of all envs; None until all workers are ready.
       slab: The shared memory; None until all workers are ready.
@@ -73,6 +75,7 @@ class WorkerSet:
         except codec.CodecError as error:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
         self.incarnations = [config.first_incarnation] * config.num_envs
+        self.watch_seconds = watch_seconds(config)
         self.watch_at = clock()
         self.config = config
         self._blocks = blocks

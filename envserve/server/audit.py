@@ -56,6 +56,7 @@ class AuditLog:
         self._descriptions: dict[str, tuple[str, str]] = {}
         self._has_failed = False
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK  # do not wait for the reader of a pipe
         try:
             self._file = os.open(path, flags, 0o600)
             # Reject devices such as /dev/null, because chmod would affect other users.

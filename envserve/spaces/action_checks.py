@@ -197,7 +197,7 @@ def _cast(leaf: Leaf, array: Array) -> Array:
     kind, actual = leaf.dtype.kind, array.dtype.kind
     if kind in "ui" and actual in "uib":
         return array  # the bounds check later rejects values that do not fit
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(all="ignore"):
         if kind in "ui" and actual == "f":  # accept whole numbers, as Gymnasium does
             cast = array.astype(leaf.dtype)
             if (cast == array).all():

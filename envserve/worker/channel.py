@@ -22,7 +22,6 @@ import select
 import selectors
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from envserve.errors import (
     raise_if_from_handler,
 )
 from envserve.settings import EnvRequest
+from envserve.worker import unpatched
 
 if TYPE_CHECKING:  # at runtime, this import would load gymnasium
     from envserve.envs.pickled_code import UserCode
@@ -346,8 +346,8 @@ class MessageReader:
             yield from reader.feed(data)
 
     def _receive(self) -> bytes:
-        spin_until = time.perf_counter() + self.spin_seconds
-        while time.perf_counter() < spin_until:
+        spin_until = unpatched.perf_counter() + self.spin_seconds
+        while unpatched.perf_counter() < spin_until:
             try:
                 return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:

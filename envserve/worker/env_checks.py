@@ -169,7 +169,7 @@ def convert_leaf(leaf: Leaf, value: Any, checks: EnvChecks, env_class: type) -> 
             f"{leaf.dtype}, so it is cast; cast it in the env, or declare {dtype} "
             f"(strict_spaces makes this an error)"
         )
-    with np.errstate(over="ignore"):  # an overflow to infinity is detected later
+    with np.errstate(all="ignore"):  # an overflow to infinity is detected later
         return array.astype(leaf.dtype)
 
 

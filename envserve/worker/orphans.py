@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +37,7 @@ class OrphanReaper:
             or not _has_zombie_child()
         ):
             return
-        now, own_session = time.monotonic(), os.getsid(0)
+        now, own_session = unpatched.monotonic(), os.getsid(0)
         ended = {
             pid: session for pid, state, session in child_processes() if state == b"Z"
         }

@@ -14,7 +14,6 @@ import io
 import os
 import re
 import sys
-import time
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, Final, Protocol
@@ -25,6 +24,7 @@ from envserve.crashes.action_ring import ActionRing
 from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, RenderedFrame
 from envserve.slab import next_beat
 from envserve.text import install_command, without_folders
+from envserve.worker import unpatched
 from envserve.worker.frame_board import FrameBoard
 
 #: The pause after a frame, as a multiple of its rendering time. Rendering the first
@@ -71,7 +71,7 @@ class FrameRenderer:
 
     def render_due_row(self) -> None:
         """Render the watched row with the oldest frame, unless rendering is paused."""
-        started_at, is_first = time.monotonic_ns(), False
+        started_at, is_first = unpatched.monotonic_ns(), False
         if started_at < self._pause_until:
             return
         if started_at > self.watched_until[0]:
@@ -92,7 +92,7 @@ class FrameRenderer:
                 serial=started_at, jpeg=jpeg, text=text[:MAX_TEXT], **known
             )
             self._board.write(slot, frame)
-        end = time.monotonic_ns()
+        end = unpatched.monotonic_ns()
         rest = _PAUSE_FACTOR * (end - started_at)
         self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
 

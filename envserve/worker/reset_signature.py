@@ -7,11 +7,11 @@ raised.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, Final
 
 import gymnasium
 
+from envserve.envs.registry import parameters_of
 from envserve.errors import EnvStartError
 
 Env = gymnasium.Env[Any, Any]
@@ -32,8 +32,10 @@ def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
     """
     if isinstance(env, gymnasium.Wrapper):
         env.env = complete_reset_signature(env.env, needs_seed=needs_seed)
-    parameters = inspect.signature(env.reset).parameters
-    if any(param.kind is param.VAR_KEYWORD for param in parameters.values()):
+    parameters = parameters_of(env.reset)
+    if parameters is None or any(
+        param.kind is param.VAR_KEYWORD for param in parameters.values()
+    ):
         return env
     missing = [name for name in ("seed", "options") if name not in parameters]
     if needs_seed and "seed" in missing:

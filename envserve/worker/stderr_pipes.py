@@ -17,7 +17,6 @@ import math
 import os
 import select
 import stat
-import time
 from collections.abc import Callable
 from typing import Final
 
@@ -54,7 +53,7 @@ class StderrPipes:
         self,
         poller: select.poll,
         stderr_fd: int = 2,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = unpatched.monotonic,
     ) -> None:
         """Store the poll object to register with, and the descriptor to forward to."""
         self._poller = poller
@@ -145,10 +144,10 @@ class StderrPipes:
             self._forward(stack)
         last = unpatched.poll()
         last.register(self._out_fd, select.POLLOUT)
-        deadline = time.monotonic() + _LAST_FLUSH_MS / 1000
+        deadline = unpatched.monotonic() + _LAST_FLUSH_MS / 1000
         while self._unsent and last.poll(_LAST_FLUSH_MS):
             self._flush()
-            if time.monotonic() >= deadline:  # the reader is too slow
+            if unpatched.monotonic() >= deadline:  # the reader is too slow
                 return
 
     def _read(self, read_fd: int) -> bool:

@@ -48,8 +48,7 @@ import socket
 import sys
 import termios
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +61,7 @@ from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.orphans import child_processes
 from envserve.worker.stderr_pipes import StderrPipes
 
+_IOLBF: Final = 1
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Signal that makes a worker write its Python stack to stderr, unless an env has
@@ -94,9 +94,7 @@ def main(fd: int) -> None:
     owner.settimeout(None)
     sys.argv = [""]  # modules and envs must not parse the arguments of this process
     os.dup2(2, 1)  # the stdout of envs must not mix with the owner's output
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A killed worker would lose buffered output.
-        sys.stdout.reconfigure(line_buffering=True)
+    _write_lines_at_once()
     template = _Template(owner)
     # Register `close` before multiprocessing registers its exit handler: exit handlers
     # run in reverse order, and a `Pool` restarts killed processes until the handler of
@@ -121,6 +119,21 @@ def _leave_terminal() -> None:
             os.close(terminal)
 
 
+def _write_lines_at_once() -> None:
+    """Make Python and C write each line of stdout at once.
+
+    A worker would lose buffered output when it is killed, or when it exits, because it
+    exits without flushing the buffers of C.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    libc = ctypes.CDLL(None)
+    with contextlib.suppress(ValueError):  # the C library has no such symbol
+        name = "stdout" if sys.platform == "linux" else "__stdoutp"
+        stream = ctypes.c_void_p.in_dll(libc, name)
+        libc.setvbuf(stream, None, _IOLBF, ctypes.c_size_t(0))
+
+
 class _Template:
     def __init__(self, owner: socket.socket) -> None:
         self._owner = owner
@@ -129,6 +142,7 @@ class _Template:
         wakeup_writer.setblocking(False)
         self._wakeup_writer = wakeup_writer
         self._standard_fds = [os.dup(fd) for fd in range(3)]
+        self._are_blocking = [os.get_blocking(fd) for fd in range(3)]
         self._owner_pid = os.getppid()
         self._undo_import_effects()
         self._decoder = MessageDecoder()
@@ -163,11 +177,16 @@ class _Template:
         signal.set_wakeup_fd(self._wakeup_writer.fileno(), warn_on_full_buffer=False)
         # With SIGPIPE ignored, a write to a closed pipe only returns an error.
         unpatched.signal(signal.SIGPIPE, signal.SIG_IGN)
-        # A timer that a module has started would end the process when it expires.
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        # A timer that a module has started could end the process when it expires.
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        faulthandler.cancel_dump_traceback_later()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
             os.dup2(saved_fd, fd)
+            # The owner's descriptor has the same flags, so the owner's output would
+            # fail if they said that it must not block.
+            os.set_blocking(fd, self._are_blocking[fd])
 
     def run(self) -> None:
         """Handle requests until the owner closes its end of the socket or dies."""
@@ -194,7 +213,7 @@ class _Template:
             for fd, _ in self._poller.poll(self._kill_overdue()):
                 worker = self._pipes.worker_of(fd)
                 if worker in self._kill_at:
-                    kill_at = time.monotonic() + _STACK_REST_SECONDS
+                    kill_at = unpatched.monotonic() + _STACK_REST_SECONDS
                     self._kill_at[worker] = min(self._kill_at[worker], kill_at)
                 if self._pipes.handle(fd):
                     continue
@@ -211,12 +230,12 @@ class _Template:
                     return
 
     def _kill_all(self) -> None:
-        deadline = time.monotonic() + _KILL_ALL_SECONDS
+        deadline = unpatched.monotonic() + _KILL_ALL_SECONDS
         wakeup = unpatched.poll()
         wakeup.register(self._wakeup, select.POLLIN)
         # The resource tracker exits by itself.
         while remaining := {*_child_pids()} - {self._tracker_pid}:
-            if time.monotonic() >= deadline:
+            if unpatched.monotonic() >= deadline:
                 return
             for pid in remaining:
                 kill_group(pid)
@@ -231,12 +250,10 @@ class _Template:
 
         Return the milliseconds until the next deadline, or None if there is none.
         """
-        now = time.monotonic()
+        now = unpatched.monotonic()
         if now >= self._kill_orphans_at:
             self._kill_orphans_at = math.inf
-            known = {*self._import_children, *self._workers.values()}
-            for pid in {*_child_pids()} - known:
-                kill_group(pid)
+            self._kill_orphans(_child_pids())
         overdue = [request for request, due in self._kill_at.items() if due <= now]
         for request in overdue:
             del self._kill_at[request]
@@ -245,6 +262,12 @@ class _Template:
         next_at = min([*self._kill_at.values(), self._kill_orphans_at])
         return None if next_at == math.inf else math.ceil(1000 * (next_at - now))
 
+    def _kill_orphans(self, children: Iterable[int]) -> None:
+        """Kill the children that are neither workers nor started by an import."""
+        known = {*self._import_children, *self._workers.values()}
+        for pid in {*children} - known:
+            kill_group(pid)
+
     def _kill(self, request: int, has_stack: bool) -> None:
         pid = self._workers.get(request)
         if pid is None:
@@ -252,7 +275,7 @@ class _Template:
         if not has_stack:
             kill_group(pid)
         elif request not in self._kill_at:
-            self._kill_at[request] = time.monotonic() + _STACK_SECONDS
+            self._kill_at[request] = unpatched.monotonic() + _STACK_SECONDS
             os.kill(pid, _STACK_SIGNAL)  # safe: the process is not reaped yet
 
     def _handle_requests(self) -> bool:
@@ -458,11 +481,14 @@ class _Template:
                 return
             if ended is None:
                 return
-            kill_orphans_at = time.monotonic() + _ORPHAN_DELAY_SECONDS
+            kill_orphans_at = unpatched.monotonic() + _ORPHAN_DELAY_SECONDS
             self._kill_orphans_at = min(self._kill_orphans_at, kill_orphans_at)
             is_worker = ended.si_pid in self._workers.values()
             if is_worker:
                 kill_group(ended.si_pid)
+                # The worker's successor may need the ports that its orphans occupy, so
+                # do not wait for the complete search.
+                self._kill_orphans(_listed_children())
             pid, status = unpatched.waitpid(ended.si_pid, 0)
             if not is_worker:  # an orphan, or a child of an imported module
                 continue
@@ -509,6 +535,18 @@ def _raise_oom_score() -> None:
 
 def _child_pids() -> list[int]:
     return [pid for pid, *_ in child_processes()]
+
+
+def _listed_children() -> list[int]:
+    """Return the children that the kernel lists, which may not be all of them.
+
+    This is faster than a search of all processes. Some kernels do not provide the list.
+    """
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    try:
+        return [*map(int, path.read_bytes().split())]
+    except OSError:
+        return []
 
 
 def kill_group(pid: int) -> None:

@@ -2,8 +2,9 @@
 
 Some modules (gevent, eventlet) replace these functions when they are imported. The
 replacements need an event loop, which the template and the workers do not run, or reap
-workers before the template can. Therefore, the template imports this module before any
-user module.
+workers before the template can. Other modules (freezegun) stop or set the clocks, so
+that no timeout of the template would expire. Therefore, the template imports this
+module before any user module.
 """
 
 from os import fork as fork
@@ -14,3 +15,6 @@ from os import write as write
 from select import poll as poll
 from signal import signal as signal
 from socket import socket as socket
+from time import monotonic as monotonic
+from time import monotonic_ns as monotonic_ns
+from time import perf_counter as perf_counter

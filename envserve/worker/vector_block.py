@@ -8,7 +8,6 @@ episodes of all these rows, and the vector env is rebuilt.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.crashes.action_ring import ActionRing
-from envserve.envs.registry import find_spec
+from envserve.envs.registry import find_spec, parameters_of
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.lane import Fault
@@ -108,13 +107,14 @@ class VectorBlock:
                 f"of {name} resets in mode {mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
-        parameters = inspect.signature(env.reset).parameters
-        if not {"seed", "options"} <= parameters.keys():
+        parameters = parameters_of(env.reset)
+        if parameters is not None and not {"seed", "options"} <= parameters.keys():
             raise EnvStartError(
                 f"expected reset(*, seed=None, options=None) of the vector env of "
                 f"{name}; got reset({', '.join(parameters)})"
             )
-        self._accepts_seed_list = "list" in str(parameters["seed"].annotation).lower()
+        annotation = parameters["seed"].annotation if parameters else ""
+        self._accepts_seed_list = "list" in str(annotation).lower()
         self._is_fresh, self._step_kind = True, FIRST_STEP
         spec = self._spec = EnvSpec(
             name, env.single_observation_space, env.single_action_space
@@ -139,7 +139,7 @@ class VectorBlock:
 
     def close(self) -> None:
         """Close the env; suppress its exceptions."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):  # some windows call `sys.exit`
             self._env.close()
 
     def step(self) -> bytes:
@@ -442,10 +442,10 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
 def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
     """Return the info of one env from the infos of a vector env (arrays with masks)."""
     info: dict[str, Any] = {}
+    masks = {f"_{key}" for key in infos}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
-        is_mask = key.startswith("_") and key[1:] in infos
-        if is_mask or not (mask is None or mask[row]):
+        if key in masks or not (mask is None or mask[row]):
             continue
         if isinstance(value, Mapping):
             value = _row_info(value, row, size)

@@ -216,12 +216,30 @@ def traceback_of(error: BaseException) -> str:
     while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
         inner = inner.tb_next
     inner = inner or error.__traceback__
+    try:
+        texts = traceback.format_exception(type(error), error, inner)
+    except Exception:  # reading an attribute of the exception raised
+        header = "Traceback (most recent call last):\n"
+        texts = [header, *traceback.format_tb(inner), _last_line_of(error)]
     limit, parts = _MAX_MESSAGE_CHARS, []
-    for part in traceback.format_exception(type(error), error, inner):
+    for part in texts:
         is_long = len(part) > limit
         end = f"... ({len(part) - limit} more characters)\n" if is_long else ""
         parts.append(part[:limit] + end)
     return "".join(parts)
+
+
+def _last_line_of(error: BaseException) -> str:
+    """Return the last line of a traceback; read only the class and the message."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("__main__", "builtins"):
+        name = f"{kind.__module__}.{name}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "<exception str() failed>"
+    return f"{name}: {text}\n"
 
 
 def utf8_tail(text: str) -> str:

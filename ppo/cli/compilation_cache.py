@@ -2,7 +2,8 @@
 
 TensorFlow writes entries atomically, so processes can share the folder. Before it uses
 the folder, this module checks for problems that would abort a training run: a folder
-that is not writable, a full disk, and incomplete entries after a crash of the host.
+that is not writable, a full disk, and incomplete entries after a crash of the host. A
+folder to which other users can write is not used, because they could add code.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+from envserve.envs.user_envs import writable_by_others
 
 _FLAG = "--tf_xla_persistent_cache_directory"
 _MAX_BYTES = 256 << 20  # maximum cache size; the code of an update has about 2 MB
@@ -36,6 +39,8 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
         root = cache / "envserve" / "xla"
         folder = root / f"{tensorflow_version}-{_machine_hash()}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if writable_by_others(str(folder)):  # others could add code, which is run
+            return
         tempfile.TemporaryFile(dir=folder).close()
         _clean_up(root, now=folder.stat().st_mtime)
         has_space = shutil.disk_usage(folder).free > _MAX_BYTES
@@ -86,7 +91,7 @@ def _is_complete(path: Path) -> bool:
         tag, end = b"", path.stat().st_size
         while file.tell() < end:
             tag, length, shift = file.read(1), 0, 0
-            while (byte := (file.read(1) or b"\0")[0]) & 128:
+            while (byte := (file.read(1) or b"\0")[0]) & 128 and length <= end:
                 length, shift = length | (byte & 127) << shift, shift + 7
-            file.seek(length | byte << shift, os.SEEK_CUR)
+            file.seek(min(length | byte << shift, end + 1), os.SEEK_CUR)
         return file.tell() == end and tag == b"\x1a"

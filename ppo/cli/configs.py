@@ -11,6 +11,7 @@ from rich.table import Table
 from envserve.cli.program import Option
 from envserve.cli.terminal import console
 from envserve.settings import field_docs
+from envserve.text import one_line
 from ppo.cli.options import config_names, report_errors
 from ppo.config.config import PPO_SETTINGS, SETTINGS_TYPES, Config
 from ppo.config.named_configs import CONFIGS, expected_result, load_config
@@ -98,7 +99,8 @@ def _print_group(
     out.print(f"{title}\n", style=style, soft_wrap=True)
     for key, value in values.items():
         text = value if isinstance(value, str) else json.dumps(value)
-        out.print(f"{key} = {text}", style=style, markup=False, soft_wrap=True)
+        text = one_line(f"{key} = {text}")  # it may be another person's
+        out.print(text, style=style, markup=False, soft_wrap=True)
         text = f"    {docs[key].split('. ')[0].rstrip('.')}."
         if key in PPO_SETTINGS:
             text += " (ppo)"

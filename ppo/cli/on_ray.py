@@ -55,7 +55,8 @@ def train_on_ray(given: GivenOptions) -> int:
             "--run-dir DIR. --on ray cannot be combined with --seeds, --resume, "
             "--distribute or --page."
         )
-    existing = run_dir if run_dir and RunFolder(run_dir).config_path.exists() else None
+    is_begun = run_dir and os.path.exists(RunFolder(run_dir).config_path)
+    existing = run_dir if is_begun else None
     changes = values.get("set_", [])
     options = SourceOptions(
         values.get("connect"), values.get("import_"), "trust" in values

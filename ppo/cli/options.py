@@ -45,7 +45,7 @@ from ppo.errors import (
     RunFolderError,
     UntrustedCodeError,
 )
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, seed_folders
 from ppo.run_folder.trust import (
     EnvSource,
     code_names,
@@ -297,7 +297,7 @@ def open_run(
     with report_errors():
         which = parse_checkpoint(checkpoint)
         run_folder, stored = RunFolder.read(run)
-        if any(run.glob("seed-*/config.json")) and not run_folder.has_checkpoint():
+        if seed_folders(run) and not run_folder.has_checkpoint():
             raise RunFolderError(
                 f"{run}: expected the folder of a single run, found runs of several "
                 "seeds; choose one of its seed-N folders."

@@ -33,7 +33,7 @@ def plot(
             paths = map(os.path.abspath, runs)
             folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*paths]))
             out = folder / f"{metric.replace('/', '_')}.png"
-        elif out.is_symlink():
+        elif os.path.islink(out):
             out = out.resolve()  # write to the file that the user's link names
         out = out if out.suffix else out.with_suffix(".png")
         draw_curves(curves, metric, out)

@@ -205,14 +205,16 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
     )
 
 
-def save_env_source(plan: RunPlan, earlier: Config) -> None:
-    """Save the env source of a resumed run, and record that its code is trusted.
+def save_env_source(plan: RunPlan) -> None:
+    """If a run is resumed, save its env source, and record that its code is trusted.
 
     Call this after the user has agreed to use the code. The changed config is saved
-    later, after the checkpoint has been loaded with it. If `earlier`, the config before
-    the changes, was trusted, it remains trusted with the new env source.
+    later, after the checkpoint has been loaded with it. If the config before the
+    changes was trusted, it remains trusted with the new env source.
     """
-    run, source = plan.run_folder, plan.env_source
+    run, source, earlier = plan.run_folder, plan.env_source, plan.earlier_config
+    if earlier is None:
+        return
     was_trusted = is_trusted(earlier, run.env_source(), run.path)
     run.save_env_source(source)
     trust_code(plan.config, source, run.path)

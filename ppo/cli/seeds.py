@@ -57,6 +57,7 @@ def train_seeds(
         )
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
     plan.run_folder.save_config(plan.config)
+    plan.run_folder.check_links(*(run.path.name for run in runs.values()))
     for seed, run in runs.items():
         with run.writing():
             run.path.mkdir(exist_ok=True)

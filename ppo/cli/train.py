@@ -53,7 +53,7 @@ from ppo.cli.stop_signals import StopSignals
 from ppo.cli.visualize import film as film_run
 from ppo.config.config import Config
 from ppo.errors import BadInputError, ConfigError, PpoError
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, seed_folders
 from ppo.run_folder.trust import EnvSource
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def train(
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             return on_ray.train_on_ray(given)
-        is_study = seeds is not None or (resume is not None and _is_study(resume))
+        is_study = seeds is not None or bool(resume and seed_folders(resume))
         if is_study and (page or film or metrics_port is not None):
             raise ConfigError(
                 "--page, --film, --metrics-port: cannot be combined with several "
@@ -182,9 +182,8 @@ def train(
                     screen, config, changes, run_dir, source, runs, film=film
                 )
             monitors.enter_context(plan.run_folder.locked())
-            if plan.earlier_config is not None:
-                save_env_source(plan, plan.earlier_config)
-            if seeds is not None or _is_study(plan.run_folder.path):
+            if is_study or seed_folders(plan.run_folder.path):
+                save_env_source(plan)
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
             # Raise an error if the envs cannot be divided equally among the learners.
             plan.config.per_learner(len(addresses))
@@ -206,11 +205,6 @@ def train(
         return 3 if restartable and not is_finished else 0
 
 
-def _is_study(path: Path) -> bool:
-    """Return whether a folder contains runs of several seeds."""
-    return any(path.glob("seed-*/config.json"))
-
-
 def _folder_to_resume(
     can_restart: bool,
     resume: Path | None,
@@ -224,7 +218,7 @@ def _folder_to_resume(
             "--restartable requires --run-dir, and cannot be combined with --resume or "
             "--seeds."
         )
-    if can_restart and run_dir and RunFolder(run_dir).config_path.exists():
+    if can_restart and run_dir and os.path.exists(RunFolder(run_dir).config_path):
         return run_dir
     if resume is not None and (run_dir, seed, seeds) != (None,) * 3:
         raise ConfigError(
@@ -311,6 +305,7 @@ def _train(
             return env
         screen.phase(f"starting {counted(num_envs, 'env')}")
         env = make_env(num_envs=num_envs, seed=seed, is_training=True)
+        save_env_source(plan)  # now that its servers have replied
         monitors.begin(env, plan)
         batches["training"] = env
         screen.phase(

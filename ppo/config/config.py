@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from msgspec import Meta
 
+from envserve.envs.user_envs import env_name_of
 from envserve.errors import WrapperError
-from envserve.settings import NonFinite, convert_fields
+from envserve.settings import NonFinite, convert, convert_fields
+from envserve.text import Name
 from envserve.wrappers.specs import parse_wrappers
 from ppo.config.sac import SAC_DEFAULTS, Count, SACSettings
 from ppo.errors import ConfigError, suggestion
@@ -556,6 +558,12 @@ class Config:
             parse_wrappers(self.wrappers)
         except WrapperError as error:
             raise ConfigError(f"{error}.") from None
+        try:
+            convert(env_name_of(self.env_name), Name)
+        except ValueError as error:
+            raise ConfigError(
+                f"env_name: {error}, got {self.env_name!r:.200}...."
+            ) from None
         for key, value in vars(self).items():
             try:
                 json.dumps(value, ensure_ascii=False).encode()

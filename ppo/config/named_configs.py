@@ -6,6 +6,7 @@ continuous control. Comments explain the differences. Similar tasks share settin
 
 import contextlib
 import json
+import os
 import re
 import reprlib
 import runpy
@@ -423,7 +424,7 @@ def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
 
 
 def _run_config(path: Path) -> Config:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{path}: expected a Python file, found none.")
     try:
         with sibling_imports(str(path)):

@@ -85,6 +85,8 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     model, signatures = _build_model(agent, env)
     partial = folder.with_name(f"{folder.name}.partial")
     try:
+        if partial.is_symlink():  # in a stranger's run, to any folder
+            partial.unlink()
         shutil.rmtree(partial, ignore_errors=True)
         tf.saved_model.save(model, str(partial), signatures=signatures)
         partial.rename(folder)
@@ -178,7 +180,12 @@ def _input_specs(specs: Any) -> Any:
 
 
 def _check_unused(folder: Path) -> None:
-    is_used = folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+    try:
+        is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: expected a new or empty folder; {error.strerror}."
+        ) from error
     if is_used or not folder.name:
         raise OutputError(
             f"{folder}: expected a new or empty folder, not a file, a folder with "

@@ -13,10 +13,10 @@ import numpy as np
 
 from envserve.envs.user_envs import env_name_of
 from envserve.regular_file import open_no_link
-from envserve.text import install_command
+from envserve.text import install_command, one_line
 from ppo.config.config import Config
 from ppo.errors import BadInputError, OutputError, suggestion
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, seed_folders
 from ppo.run_folder.metrics_file import read_metrics
 
 _MAX_KEYS = 3  # maximum number of settings in the label of a curve
@@ -73,21 +73,30 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
       OutputError: The file cannot be written.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import rc_context
     except ModuleNotFoundError as error:
         raise BadInputError(
             f"Plots need matplotlib ({error}); {install_command('plot')}."
         ) from error
+    # A file `matplotlibrc` in the working directory could select LaTeX, which runs
+    # commands that the file contains.
+    with rc_context({"text.usetex": False}):
+        _draw_curves(curves, metric, out)
+
+
+def _draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure: Any = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     for curve in curves:
         count = "" if curve.num_runs == 1 else f" ({curve.num_runs} runs)"
-        axes.plot(curve.steps, curve.mean, label=curve.label + count)
+        axes.plot(curve.steps, curve.mean, label=_literal(curve.label) + count)
         if curve.num_runs > 1:
             low, high = curve.mean - curve.deviation, curve.mean + curve.deviation
             axes.fill_between(curve.steps, low, high, alpha=0.2, linewidth=0)
     axes.set_xlabel("env steps")
-    axes.set_ylabel(metric.replace("_", " "))
+    axes.set_ylabel(_literal(metric.replace("_", " ")))
     axes.legend()
     axes.grid(alpha=0.3)
     partial = out.with_name(f"{out.name}.partial")
@@ -104,11 +113,16 @@ def draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
         ) from error
 
 
+def _literal(text: str) -> str:
+    """Return text that Matplotlib draws as it is, without formulas between dollars."""
+    text = one_line(text).replace("$", r"\$")
+    return f" {text}" if text[:1] == "_" else text  # legends leave out labels like _x
+
+
 def _group_runs(runs: Sequence[Path]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for run in runs:
-        seeds = sorted(file.parent for file in run.glob("seed-*/config.json"))
-        for path in seeds or [run]:
+        for path in seed_folders(run) or [run]:
             config = RunFolder.read(path)[1].replace(seed=0)
             groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
     return list(groups.values())

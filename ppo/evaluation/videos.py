@@ -74,10 +74,14 @@ def visualize_run(
       CheckpointError: The checkpoint does not exist, or does not match the config.
       VideoError: The env does not render, or ffmpeg is not installed.
       OutputError: A file cannot be written.
+      RunWriteError: TensorBoard's folder cannot be written, or the folder for videos
+        is a symbolic link.
       EnvDataError: An episode does not end.
       EnvsLostError: Too many consecutive episodes had a lost step.
     """
-    find_ffmpeg()  # raise an error before an env starts
+    # Raise errors before an env starts.
+    find_ffmpeg()
+    run_folder.check_links("films", "tensorboard")
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}
@@ -149,6 +153,7 @@ def play_episode(
 def _add_to_tensorboard(video: Path, folder: Path, steps: int) -> None:
     """Add the first 20 seconds of a video as a GIF, which TensorBoard can play."""
     options = "-vf fps=10,scale=320:-2 -t 20 -f gif -"
+    video = video.absolute()  # "10:30/a.mp4" would name a protocol
     command = [find_ffmpeg(), "-loglevel", "error", "-i", str(video), *options.split()]
     gif = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
     if gif.returncode:

@@ -6,11 +6,14 @@ complete. If the agent was evaluated, its checkpoint also stores the mean return
 evaluation. The checkpoint with the best evaluation is never removed.
 """
 
+import contextlib
 import json
 import math
 import operator
+import re
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -77,7 +80,7 @@ def save(
     final = folder / f"{counters.iteration:08d}"
     partial = folder / f"{final.name}.partial"
     for leftover in folder.glob("*.partial"):  # left behind by a run that was killed
-        shutil.rmtree(leftover)
+        _delete(leftover)
     folder.mkdir(exist_ok=True)
     partial.mkdir()
     state.write(str(partial / "state"))
@@ -220,7 +223,8 @@ def _load_state(
         # Reject FIFOs, because TensorFlow would wait for them without a limit.
         for file in path.glob("state.*"):
             open_regular(file).close()
-        status = checkpoint.read(str(path / "state"))
+        with _plain_path(path) as folder:
+            status = checkpoint.read(str(folder / "state"))
         status.assert_existing_objects_matched()
         if is_complete:
             status.assert_consumed()
@@ -232,6 +236,22 @@ def _load_state(
             "and of its algorithm and optimizer; undo changes of such settings, or "
             f"start a new run. {reason.removesuffix(': attributes {')}"
         ) from error
+
+
+@contextlib.contextmanager
+def _plain_path(path: Path) -> Iterator[Path]:
+    """Yield a path at which TensorFlow can read a folder.
+
+    TensorFlow uses paths as patterns of file names, and rejects paths that are not
+    UTF-8.
+    """
+    if not re.search(r"[*?[\\\ud800-\udfff]", str(path)):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="ppo-checkpoint-") as folder:
+        link = Path(folder, "checkpoint")
+        link.symlink_to(path.absolute())
+        yield link
 
 
 def _complete_checkpoints(folder: Path) -> list[Path]:
@@ -250,4 +270,12 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint; rename it first, so that its remains never look complete."""
     renamed = path.with_name(f"{path.name}.old.partial")
     path.rename(renamed)
-    shutil.rmtree(renamed)
+    _delete(renamed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, or a file or link with the name of a folder."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -92,9 +92,10 @@ class RunFolder:
           RunLockedError: Another process is training a run in this folder.
         """
         try:
+            str(path).encode()
             path.mkdir(parents=True, exist_ok=True)
             is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
-        except OSError as error:
+        except (OSError, UnicodeEncodeError) as error:
             raise RunFolderError(
                 f"{path}: cannot create the folder; {_reason(error)}."
             ) from error
@@ -154,9 +155,15 @@ class RunFolder:
           ConfigError: The config cannot be read.
         """
         run = cls(path)
-        if not path.is_dir():
+        try:
+            is_folder, has_config = path.is_dir(), run.config_path.is_file()
+        except OSError as error:
+            raise RunFolderError(
+                f"{path}: expected a run folder that you can read; {_reason(error)}."
+            ) from error
+        if not is_folder:
             raise RunFolderError(f"{path}: expected a run folder, found none.")
-        if not run.config_path.is_file():
+        if not has_config:
             raise RunFolderError(
                 f"{path}: expected a run folder, but it contains no config.json."
             )
@@ -225,11 +232,14 @@ class RunFolder:
 
         Raises:
           RunLockedError: Another process is training the run.
-          RunWriteError: The folder cannot be written.
+          RunWriteError: The folder cannot be written, or a folder in it is a link.
         """
         if self._is_locked:
             yield
             return
+        with self.writing():
+            str(self.path).encode()  # TensorFlow cannot write to other paths
+        self.check_links("algorithm", "checkpoints", "tensorboard")
         with self.writing():
             descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
             file = os.fdopen(descriptor, "r+", errors="replace")
@@ -251,13 +261,28 @@ class RunFolder:
                 )
             with self.writing():
                 file.truncate(0)
-                print(f"process {os.getpid()} on {socket.gethostname()}", file=file)
-                file.flush()
+                holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+                # Do not buffer, so that closing the file does not retry a failed write.
+                os.write(descriptor, holder.encode())
             self._is_locked = True
             try:
                 yield
             finally:
                 self._is_locked = False
+
+    def check_links(self, *names: str) -> None:
+        """Check that folders in the run folder are not symbolic links.
+
+        In a stranger's run, a link may lead to any folder of the user, in which files
+        would be removed or overwritten.
+
+        Raises:
+          RunWriteError: One of the folders is a link.
+        """
+        with self.writing():
+            for path in (self.path / name for name in names):
+                if path.is_symlink():
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -269,6 +294,8 @@ class RunFolder:
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 reason = _reason(error)
+            elif isinstance(error, UnicodeEncodeError):
+                is_full, reason = False, _reason(error)
             elif tf is not None and isinstance(error, tf.errors.OpError):
                 is_full = isinstance(error, tf.errors.ResourceExhaustedError)
                 reason = os.strerror(errno.ENOSPC) if is_full else error.message
@@ -282,9 +309,18 @@ class RunFolder:
             elif isinstance(error, FileNotFoundError) or not self.path.exists():
                 reason = "the folder or a file in it was removed or renamed"
                 remedy = "resume the run in its new folder, or start a new run"
+            elif isinstance(error, UnicodeEncodeError):
+                remedy = "rename the file or folder"
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
+
+
+def seed_folders(path: Path) -> list[Path]:
+    """Return the run folders of a study; empty if the folder is not a study."""
+    with contextlib.suppress(OSError):
+        return sorted(file.parent for file in path.glob("seed-*/config.json"))
+    return []
 
 
 def _as_json(values: Config | EnvSource) -> str:
@@ -292,8 +328,10 @@ def _as_json(values: Config | EnvSource) -> str:
     return json.dumps(values_by_name, indent=2, ensure_ascii=False) + "\n"
 
 
-def _reason(error: OSError) -> str:
-    """Return the message of an `OSError` without its number and path."""
+def _reason(error: OSError | UnicodeEncodeError) -> str:
+    """Return the message of an error without its number and path."""
+    if isinstance(error, UnicodeEncodeError):
+        return "its path, or a name in it, is not UTF-8"
     return error.strerror or str(error)
 
 

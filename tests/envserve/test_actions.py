@@ -80,6 +80,12 @@ def test_values_of_a_compatible_dtype_are_valid(space: Any, actions: Any) -> Non
     np.testing.assert_array_equal(checked, actions)
 
 
+def test_tiny_actions_are_valid_if_numpy_raises_errors() -> None:
+    with np.errstate(all="raise"):
+        (checked,) = check(spaces.Box(-1, 1, (), np.float32), np.full(3, 1e-300))
+    assert not checked.any()
+
+
 def test_texts_may_be_an_array_of_strings() -> None:
     texts = ["a", "bc", "d"]
     (checked,), (expected,) = (

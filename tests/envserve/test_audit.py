@@ -133,8 +133,9 @@ async def test_a_file_that_cannot_be_opened_is_an_error_at_the_start(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "other")
+    os.mkfifo(tmp_path / "pipe")  # opening it must not wait for a reader
     mode = os.stat("/dev/full").st_mode
-    for name in ("none/audit", "link", ".", "/dev/full"):
+    for name in ("none/audit", "link", ".", "pipe", "/dev/full"):
         with pytest.raises(ServerError, match=r"--audit: cannot write .*: "):
             AuditLog(str(tmp_path / name), describe, asyncio.get_running_loop())
     assert os.stat("/dev/full").st_mode == mode

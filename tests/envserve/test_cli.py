@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,9 @@ from benchmarks.support.processes import with_descendants
 from envserve.address import is_local_address
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.client import BatchEnv
+from envserve.errors import ServerError
 from envserve.monitoring.health_probe import diagnose
+from envserve.server.zmq_guards.listeners import listen
 from envserve.settings import HostSettings
 from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve, WaitUntil
@@ -326,7 +329,11 @@ def test_only_loopback_and_ipc_addresses_are_local(
 
 
 @pytest.mark.parametrize(
-    "address", ["", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"]
+    "address",
+    [
+        *("", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"),
+        *("ipc:///a\0b", "ipc:///a\udcff", "tcp://a\udcff:1"),
+    ],
 )
 def test_invalid_bind_addresses_raise(address: str) -> None:
     with pytest.raises(ValueError, match="expected an address like"):
@@ -346,3 +353,14 @@ def test_invalid_bind_addresses_raise(address: str) -> None:
 )
 def test_bind_accepts_the_short_forms_of_connect(address: str, expected: str) -> None:
     assert HostSettings(binds=(address,)).binds == (expected,)
+
+
+def test_a_server_can_listen_at_an_ipv6_address_with_a_zone() -> None:
+    for zone in socket.if_nameindex()[0]:  # number and name of an interface
+        listener, address = listen(f"tcp://[::1%{zone}]:0")
+        with listener:
+            number, port = listener.getsockname()[:2]
+            assert (number, address) == ("::1", f"tcp://[::1%{zone}]:{port}")
+    for zone in ("nowhere", "9" * 40):
+        with pytest.raises(ServerError, match=f"{zone}.*: no interface with this name"):
+            listen(f"tcp://[::1%{zone}]:0")

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -182,6 +183,10 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "--timeout: expected a number >= 0.001; got '0'; see envserve health",
         ),
         (
+            "envserve replay x --timeout nan",
+            "--timeout: expected a number >= 0.001; got 'nan'; see envserve replay",
+        ),
+        (
             "envserve envs ipc:///x --timeout 0",
             "--timeout: expected a number >= 0.001; got '0'; see envserve envs",
         ),
@@ -190,6 +195,14 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         ("envserve keys new me", "ROLE: expected one of server, client; got 'me'; se"),
         ("envserve invite me", "the following arguments are required: --at; see envs"),
         ("ppo train --sead 1", "there is no option --sead; did you mean --seed"),
+        (
+            "envserve demo --no-browser",
+            "there is no option --no-browser; did you mean --no-open? See",
+        ),
+        (
+            "envserve page --browser",
+            "there is no option --browser; did you mean --open? See",
+        ),
         (
             "ppo train --num-envs=4",
             "there is no option --num-envs; did you mean --set num_envs=4? See",
@@ -296,6 +309,7 @@ def test_given_options_can_be_passed_on_as_words(
         ("workers = 0", "server.toml: workers: expected an int >= 1; got 0"),
         ("[workers]\nx = 1", "toml: workers: expected an int; got {'x': 1}"),
         ("= 3", "expected a TOML file; Invalid statement (at line 1, column 1)"),
+        ("a = " + "[" * 100_000, "expected a TOML file; maximum recursion depth"),
         (None, "expected a TOML file; [Errno 2] No such file or directory"),
     ],
 )
@@ -457,6 +471,7 @@ def test_a_closed_pipe_is_not_reported_as_an_error() -> None:
         ("--version >&- 2>&-", 0, 0, "1"),
         ("start --wokers 1 2>&-", 2, 0, ""),
         ("health x://y 2>&-", 2, 0, ""),
+        ("join <&-", 2, 1, ""),
         ("describe CartPole-v1 >&- 2>&- <&-", 0, 0, ""),
     ],
 )
@@ -557,6 +572,25 @@ def test_completion_code_is_shown_and_installed_once(
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert file.read_text() == code
     assert str(file) in done.stdout
+
+
+def test_completion_is_appended_to_the_startup_file(tmp_path: Path) -> None:
+    (file := tmp_path / ".bashrc").write_bytes(b"# caf\xe9")  # not UTF-8
+    variables = {"SHELL": "/bin/bash", "HOME": str(tmp_path)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))  # like a full disk
+    try:
+        done = invoke(PPO, ["--install-completion"], env=variables)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert (
+        f"{file} cannot be changed: File too large; add to it: complete" in done.stderr
+    )
+    assert file.read_bytes() == b"# caf\xe9"
+    assert invoke(PPO, ["--install-completion"], env=variables).exit_code == 0
+    code = invoke(PPO, ["--show-completion"], env=variables).stdout
+    assert file.read_bytes() == b"# caf\xe9\n" + code.encode()
 
 
 def test_bash_completes_with_the_code_that_it_is_given(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -260,13 +261,15 @@ def test_the_reason_is_unknown_if_an_address_is_malformed() -> None:
     assert diagnose_connection("x", KEYS, SECONDS) is Finding.UNKNOWN
 
 
-def test_a_refused_connection_is_found(tmp_path: Path) -> None:
-    for address in ("tcp://127.0.0.1:1", f"ipc://{tmp_path}/nobody"):
+@pytest.mark.parametrize("prefix", ["", "@"] if sys.platform == "linux" else [""])
+def test_a_refused_connection_is_found(tmp_path: Path, prefix: str) -> None:
+    for address in ("tcp://127.0.0.1:1", f"ipc://{prefix}{tmp_path}/nobody"):
         assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "server"))
+        # The name of an abstract socket begins with NUL, and its address with @.
+        listener.bind(f"{prefix and chr(0)}{tmp_path}/server")
         listener.listen(0)
-        address = f"ipc://{tmp_path}/server"
+        address = f"ipc://{prefix}{tmp_path}/server"
         for _ in range(3):  # more connections than fit in its backlog
             assert diagnose_connection(address, KEYS, SECONDS) is Finding.UNKNOWN
     assert diagnose_connection(address, KEYS, SECONDS) is Finding.REFUSED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from typing import Any
 
 import pytest
 
@@ -104,6 +105,36 @@ def test_the_cause_of_a_traceback_names_the_exception(
         assert Fault(0, Status.ENV_ERROR, part).cause == cause
         error = EnvError("Env 0", remote_traceback=part)
         assert isinstance(error, type(raised)) != isinstance(raised, ExceptionGroup)
+
+
+class RemoteError(ValueError):
+    """An exception whose attributes are those of a remote object."""
+
+    def __getattr__(self, name: str) -> Any:
+        return {"code": 3}[name]
+
+
+class SilentError(RemoteError):
+    def __str__(self) -> str:
+        raise RuntimeError("the server is gone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "cause"),
+    [
+        (RemoteError, ["no route"], f"{__name__}.RemoteError: no route"),
+        (SilentError, [], f"{__name__}.SilentError: <exception str() failed>"),
+        (SyntaxError, ["odd", ("a.py", 1, [], "x")], "SyntaxError: odd (a.py, line 1)"),
+    ],
+)
+def test_an_exception_that_cannot_be_formatted_is_reported(
+    kind: type[Exception], arguments: list[Any], cause: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        raise kind(*arguments)
+    fault = fault_from_error(0, caught.value)
+    assert fault.cause == cause
+    assert "test_errors.py" in fault.detail
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 100])

@@ -231,6 +231,12 @@ def test_env_that_needs_a_thread_of_its_import_works_without_preload(
         assert batch.call_each("draw") == [7.0, 7.0]
 
 
+def test_a_mocked_torch_has_no_generators_to_seed(folder: Path) -> None:
+    text = "import sys, unittest.mock; sys.modules['torch'] = unittest.mock.MagicMock()"
+    env = write_env(folder, f"{text}\nclass E(Draw): pass")
+    BatchEnv.local(f"{env}:E", 1, 1).close()
+
+
 EXITS = {
     "SystemExit": "import sys\nprint('please install it'); sys.exit(1)",
     "SystemExit: go away": "raise SystemExit('go away')",
@@ -317,7 +323,7 @@ def test_forked_copies_of_a_process_end_and_the_process_works(
 
 
 PATCHES = """
-import os, select, signal, socket
+import os, select, signal, socket, time
 
 def replaced(*args, **kwargs): raise RuntimeError("needs an event loop")
 
@@ -328,6 +334,7 @@ patch(os, "fork", "read", "waitid", "waitpid", "write")
 patch(select, "poll", "select")
 patch(signal, "signal")
 patch(socket, "socket")
+patch(time, "monotonic", "monotonic_ns", "perf_counter", "time")
 """
 
 
@@ -335,7 +342,7 @@ patch(socket, "socket")
 def test_functions_that_an_import_replaces_are_not_used_in_workers(
     folder: Path, capfd: pytest.CaptureFixture[str], preload: bool
 ) -> None:
-    """Gevent and eventlet replace functions of the standard library."""
+    """Gevent, eventlet and freezegun replace functions of the standard library."""
     text = f"""
 {PATCHES}
 class E(Draw):

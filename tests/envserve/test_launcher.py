@@ -25,6 +25,7 @@ from envserve.spaces import codec
 from envserve.worker import process
 from envserve.worker.channel import MessageKind, pack_message
 
+from .conftest import WaitUntil
 from .limits import limit_for_descriptors, resource_limit
 from .pool_driver import kill
 
@@ -188,6 +189,33 @@ def test_template_outlives_a_child_that_an_imported_module_has_started(
         worker = start(launcher)
         launcher.kill(worker.process)
         worker.wait_for_end()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not adopt")
+def test_a_process_left_behind_is_killed_before_the_exit_of_its_worker_is_reported(
+    make_launcher: Make, start: Start, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """The worker's successor may need the same port or device."""
+    lines = (
+        f"path = {str(tmp_path / 'pid')!r}",
+        "def leave():",
+        "    left = subprocess.Popen(['sleep', '60'], start_new_session=True)",
+        "    with open(path + '.part', 'w') as file: file.write(str(left.pid))",
+        "    os.rename(file.name, path)",
+        "os.register_at_fork(after_in_child=leave)",
+    )
+    launcher = make_launcher(leaves="\n".join(["import os, subprocess", *lines]))
+    worker = start(launcher).wait_for_start()
+    wait_until((tmp_path / "pid").exists)
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    wait_until(lambda: "S (sleeping)" in status.read_text())
+    kill(worker.pids[0])
+    worker.wait_for_end()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        pending = int(fields["SigPnd"], 16) | int(fields["ShdPnd"], 16)
+        is_killed = pending >> (signal.SIGKILL - 1) & 1
+        assert is_killed or "S (sleeping)" not in fields["State"]
 
 
 def test_end_of_the_template_ends_its_workers_and_is_reported_for_each(
@@ -488,6 +516,20 @@ TAKES_OVER = {
         "    if signal.alarm(0): os._exit(1)\n"
         "os.register_at_fork(before=check)"
     ),
+    "leaves a profiling timer": (
+        "signal.setitimer(signal.ITIMER_PROF, 1000)\n"
+        "def check():\n"
+        "    if any(signal.getitimer(signal.ITIMER_PROF)): os._exit(1)\n"
+        "os.register_at_fork(before=check)"
+    ),
+    "leaves a watchdog": (
+        "import faulthandler\n"
+        "faulthandler.dump_traceback_later(1000, exit=True)\n"
+        "def check():\n"
+        "    if len(os.listdir('/proc/self/task')) > 1: os._exit(1)\n"
+        "if sys.platform == 'linux': os.register_at_fork(before=check)"
+    ),
+    "makes stderr non-blocking": "os.set_blocking(2, False)",
 }
 
 
@@ -503,6 +545,20 @@ def test_template_restores_the_process_state_that_an_import_has_changed(
     second = start(launcher).wait_for_start()
     second.close()
     assert second.wait_for_end().exit_code == 0
+    assert os.get_blocking(2)  # the template shares stderr with this process
+
+
+def test_template_kills_hanging_workers_although_an_import_has_stopped_the_clocks(
+    make_launcher: Make, start: Start
+) -> None:
+    launcher = make_launcher(
+        stops="import signal, time\n"
+        "time.monotonic = lambda: 0.0\n"
+        "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"  # until workers handle it
+    )
+    worker = start(launcher).wait_for_start()
+    launcher.kill(worker.process, has_stack=True)
+    assert worker.wait_for_end().exit_code == -signal.SIGKILL
 
 
 def test_template_reaps_workers_if_its_owner_blocks_signals(

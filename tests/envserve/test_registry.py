@@ -10,9 +10,15 @@ import gymnasium
 import pytest
 
 from envserve.envs import registry
-from envserve.envs.registry import import_env_modules, make_env, offered_names
+from envserve.envs.registry import (
+    arguments_of,
+    import_env_modules,
+    make_env,
+    offered_names,
+)
 from envserve.errors import EnvStartError, UnknownEnv
 from envserve.text import install_command
+from tests.oracle.probe_envs import NativeMethod
 
 LEDGER = "envserve/Ledger-v0"
 
@@ -58,6 +64,13 @@ def test_a_name_is_never_imported(name: str) -> None:
     with pytest.raises(UnknownEnv):
         make_env(name, {})
     assert "this" not in sys.modules
+
+
+def test_the_arguments_of_a_constructor_without_a_signature_are_unknown() -> None:
+    class Native:
+        __init__ = NativeMethod(object.__init__)
+
+    assert arguments_of(Native) == set()
 
 
 def test_an_env_is_built_with_its_arguments() -> None:

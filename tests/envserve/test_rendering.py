@@ -96,7 +96,7 @@ class Studio:
 @pytest.fixture
 def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
     made = Studio()
-    monkeypatch.setattr(rendering, "time", made.clock)
+    monkeypatch.setattr(rendering, "unpatched", made.clock)
     yield made
     made.slab.close()
 

@@ -325,6 +325,8 @@ def test_wrappers_are_described() -> None:
         {"played.actions": [np.zeros(2), np.zeros(3)]},
         {"played.actions": [np.zeros(())]},
         {"played.num_missing": 0.5},
+        {"played": np.zeros(2)},
+        {"env_kwargs": np.zeros(2)},
     ],
     ids=str,
 )
@@ -337,7 +339,10 @@ def test_files_with_invalid_values_are_rejected(changes: dict[str, Any]) -> None
         decode_repro(codec.encode(value))
 
 
-@pytest.mark.parametrize("data", [b"", b"\x00", b"\xc1", b"rubbish" * 100])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x00", b"\xc1", b"rubbish" * 100, codec.encode(np.zeros(2)), b"\xa6format"],
+)
 def test_files_that_are_not_repro_files_are_rejected(
     tmp_path: Path, data: bytes
 ) -> None:

@@ -193,6 +193,19 @@ def test_the_debugger_stops_before_a_crash_that_ends_the_process(
     assert "(Pdb) 7\n(Pdb) 1\n" in text  # the state before the crash, and the action
 
 
+def test_the_debugger_runs_the_commands_of_the_home_folder_only(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(filmy / "home"))
+    Path("home").mkdir()
+    Path("home/.pdbrc").write_text("p 'of your' ' own'\n")
+    Path(".pdbrc").write_text("p 'of the working' ' directory'\n")  # a stranger's
+    code, text = debug(monkeypatch, filmy_repro("nan", end=BROKEN), "q")
+    assert code == 0
+    assert "of your own" in text
+    assert "of the working directory" not in text
+
+
 def test_a_violation_is_reported_after_its_step_in_the_debugger(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_options_that_cannot_be_sent_reset_nothing(batch: BatchEnv) -> None:
     ("kind", "seeded", "lacks"),
     [
         ("NeedyReset", True, ()),
+        ("NativeReset", True, ()),
         ("SeedReset", True, ("options",)),
         ("BareReset", False, ("seed", "options")),
     ],

@@ -159,8 +159,12 @@ def test_disk_space_can_run_out(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "addresses"
+    (tmp_path / "precious").write_text("x")
+    # In a shared folder, another user can create links for all process ids.
+    link = 'ln -s precious "$0/.addresses.$$" && exec "$@"'
     result = subprocess.run(
         [
+            *("sh", "-c", link, str(tmp_path)),
             *(sys.executable, "-c", _WITHOUT_DISK_SPACE),
             *command("--bind", "tcp://127.0.0.1:0", "--address-file", str(file)),
         ],
@@ -173,4 +177,5 @@ def test_disk_space_can_run_out(
     assert f"Error: --address-file {file} cannot be written" in result.stderr
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
-    assert list(tmp_path.iterdir()) == []
+    assert (tmp_path / "precious").read_text() == "x"
+    assert len(list(tmp_path.iterdir())) == 2

@@ -18,7 +18,7 @@ from envserve.client.link.connection import Connection
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Finding
-from envserve.errors import ConnectError, KeyFileError
+from envserve.errors import ConnectError, KeyFileError, ServerLost
 from envserve.keys.key_folder import KeyFolder
 from envserve.session.states import ClientState
 from envserve.wire.handshake import Welcome
@@ -131,6 +131,28 @@ def test_names_that_cannot_be_resolved_leave_the_known_servers(
         server_pool.remove(lane, time.monotonic() + 120)
 
 
+def test_polls_do_not_wait_for_lookups_of_single_hosts(
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    """Lookups of many hosts, one after the other, would take minutes."""
+    looked_up: list[str] = []
+
+    def look_up(host: str, *_: object, **__: object) -> list[Any]:
+        looked_up.append(host)
+        return [(0, 0, 0, "", ("192.0.2.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(module, "request_welcome", silence)
+    monkeypatch.setattr(module, "diagnose_connection", lambda *_: Finding.UNKNOWN)
+    server_pool = ServerPool(["sim1", "sim2", "dns://sims"], insecure=True)
+    assert looked_up == ["sim1", "sim2", "sims"]
+    since = time.monotonic()
+    server_pool.is_gone(server_pool.addresses[0], since)
+    wait_until(lambda: server_pool.polled_at >= since, 240)
+    assert looked_up[3:] == ["sims"]
+    server_pool.remove(None, time.monotonic() + 120)
+
+
 def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,3 +241,29 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
         assert session.address == connection.address == fit
         assert server_pool.placement.locations[driver] == fit
         server_pool.remove(driver, time.monotonic() + 120)
+
+
+def test_a_poll_that_never_ends_delays_the_loss_of_a_server_by_a_limited_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The file that lists the servers may be on a network file system that hangs."""
+    is_over = threading.Event()
+
+    def hang(source: str) -> tuple[str, ...]:
+        is_over.wait()
+        return (source,)
+
+    server_pool = ServerPool(ADDRESSES, insecure=True)
+    monkeypatch.setattr(module, "resolve", hang)
+    monkeypatch.setattr(module, "request_welcome", silence)
+    session = attach_and_step()
+    session.attachment.address = ADDRESSES[0]
+    session.record_disconnect(1.0)
+    session.submit_step([0, 1], 1.0)
+    with closing(Connection(ADDRESSES[0], insecure=True)) as connection:
+        driver = SessionDriver(session, connection, server_pool)
+        for now in range(2, 130, 4):  # a longer pause would count as a suspension
+            driver.run(float(now))
+        is_over.set()
+        server_pool.remove(driver, time.monotonic() + 120)
+    assert isinstance(session.error, ServerLost)

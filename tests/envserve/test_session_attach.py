@@ -59,6 +59,12 @@ def test_a_granted_client_has_the_spaces_and_blocks_of_the_pool() -> None:
     assert client.rows.reward.shape == (8,)
 
 
+def test_the_limit_of_envs_may_be_too_high_to_matter() -> None:
+    policy = HostSettings(num_workers=16, envs_per_worker=2**32)
+    _, client = make_pair(policy=policy)
+    assert client.state is ClientState.READY
+
+
 def test_the_pool_gets_the_arguments_of_the_attach() -> None:
     policy = HostSettings(
         num_workers=3, step_timeout_seconds=7, allowed_kwargs=frozenset({"gravity"})
@@ -186,6 +192,10 @@ def test_spare_envs_count_as_leased() -> None:
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
+        (
+            {"num_envs": 8192, "num_splits": 4096},
+            *(EnvStartError, "at most 4,096 blocks; got 8,192"),
+        ),
         # Workers refuse unknown names: see `test_wrapped_envs`.
         (
             {"wrappers": (WrapperSpec("ActionRepeat", {"amount": 0}),)},

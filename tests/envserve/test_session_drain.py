@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from envserve.errors import EnvsBusy, LeaseLost, ServerDraining
 from envserve.lane import Outcome, Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
+from envserve.settings import HostSettings
 from envserve.wire.bodies import Drain
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Hello, Welcome
@@ -76,11 +78,24 @@ def test_every_client_is_notified_of_the_grace_period(
     assert [message.type for message in messages] == [MessageType.DRAIN] * 2
     for client, message in zip(clients, messages, strict=True):
         assert Drain.decode(message.body).grace_ms == 1000 * GRACE
+        caplog.clear()
         with caplog.at_level(logging.WARNING):
-            client.receive(encode(message), 0.0)
+            for _ in range(100):  # a hostile server repeats it
+                client.receive(encode(message), 0.0)
         assert client.state is ClientState.READY
-        assert "tcp://fake:1: the server is draining" in caplog.messages[-1]
-        assert "in 8 s" in caplog.messages[-1]
+        (text,) = caplog.messages
+        assert "tcp://fake:1: the server is draining" in text
+        assert "in 8 s" in text
+
+
+def test_clients_can_be_notified_of_the_longest_grace_period() -> None:
+    server, client = make_pair()
+    with pytest.raises(ValueError, match="drain_grace_seconds"):
+        HostSettings(drain_grace_seconds=2.0**53)
+    longest = HostSettings(drain_grace_seconds=math.nextafter(2.0**53, 0))
+    server.carry_out(server.protocol.begin_drain(longest.drain_grace_seconds), 0.0)
+    exchange(client, server, 0.0)
+    assert client.state is ClientState.READY
 
 
 def test_a_client_that_has_reconnected_is_notified_over_its_new_connection() -> None:

@@ -6,7 +6,13 @@ import dataclasses
 
 import pytest
 
-from envserve.errors import ConnectError, LeaseLost, ServerError, ServerLost
+from envserve.errors import (
+    ConnectError,
+    LeaseLost,
+    RemoteProtocolError,
+    ServerError,
+    ServerLost,
+)
 from envserve.session.states import ClientState
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.error_body import ErrorBody
@@ -223,6 +229,15 @@ def test_a_result_does_not_answer_a_hello(kind: MessageType, is_first: bool) -> 
     client.record_connect(1.1)
     exchange(client, server, 1.1)
     assert state_of(client) is ClientState.READY
+
+
+def test_a_flood_of_detached_messages_during_the_build_ends_the_session() -> None:
+    client = try_to_attach(FakeServer(builds_at_once=False))
+    detached = encode(Message(type=MessageType.DETACHED, session=11, boot=77))
+    for _ in range(2000):
+        client.receive(detached, 1.0)
+    assert isinstance(client.error, RemoteProtocolError)
+    assert "DETACHED" in str(client.error)
 
 
 def test_requests_in_flight_are_resent_after_a_reconnect() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from envserve.errors import ServerLost
 from envserve.lane import Reset
 from envserve.session.states import ClientState
 from envserve.slab import Status
+from tests.envserve.interrupts import run_traced
 from tests.envserve.session_fakes import (
     FakeServer,
     absent_blocks,
@@ -270,3 +273,25 @@ def test_an_invalidated_lease_is_returned_and_replaced() -> None:
     assert state_of(client) is ClientState.CLOSED
     client.invalidate("even now", 3.0)
     assert not client.outbox
+
+
+@pytest.mark.parametrize("then", ["invalidate", "close"])
+def test_an_invalidation_that_is_interrupted_at_any_line_returns_the_old_lease(
+    then: str,
+) -> None:
+    """The caller repeats it (see `LaneGroup.recover`) or closes the lane."""
+    _, client = make_pair()
+    lines = run_traced(lambda: client.invalidate("interrupted", 1.0), -1)
+    for number, line in enumerate(lines, 1):
+        server, client = make_pair()
+        run_traced(partial(client.invalidate, "interrupted", 1.0), number)
+        if then == "invalidate":
+            client.invalidate("once more", 1.0)
+        else:
+            client.begin_close(1.0)
+        for now in (1.0, 2.0):
+            assert finish(client, server, now) == []
+        assert ("", 11) not in server.pools, line
+        assert len(server.pools) == (then == "invalidate"), line
+        end = ClientState.READY if then == "invalidate" else ClientState.CLOSED
+        assert state_of(client) is end, line

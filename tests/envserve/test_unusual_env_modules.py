@@ -23,10 +23,12 @@ from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_m
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 ENVS = """
-import os, socket, time
+import ctypes, os, socket, time
 import gymnasium, numpy as np
 from gymnasium import spaces
 
+LIBC = ctypes.CDLL(None)
+LIBC.printf(b"imported natively\\n")
 print("imported")
 socket.setdefaulttimeout(0.25)
 
@@ -77,6 +79,7 @@ class Swapped(Env):
 class Dying(Env):
     def step(self, action):
         print("last words")
+        LIBC.printf(b"last native words\\n")
         os._exit(3)
 
 
@@ -235,8 +238,10 @@ def test_output_of_envs_is_forwarded_once_however_they_end(envs: Path) -> None:
         command, env=variables, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("\nlast words\n") >= 4
-    assert f"\n{ended.stderr}".count("\nimported\n") == 1
+    for text in ("last words", "last native words"):
+        assert ended.stderr.count(f"\n{text}\n") >= 4
+    for text in ("imported", "imported natively"):
+        assert f"\n{ended.stderr}".count(f"\n{text}\n") == 1
     assert ended.stdout == ""
 
 

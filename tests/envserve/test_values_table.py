@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from envserve.crashes.action_ring import RowRecord
 from envserve.errors import EnvStartError
@@ -22,8 +23,13 @@ from envserve.lane import Fault
 from envserve.pool.launcher import Launcher
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, private_heartbeat
-from envserve.spaces.leaves import unflatten
-from envserve.worker.env_checks import EnvChecks, SpaceViolation, convert_flag
+from envserve.spaces.leaves import leaves_of, unflatten
+from envserve.worker.env_checks import (
+    EnvChecks,
+    SpaceViolation,
+    convert_flag,
+    convert_leaf,
+)
 from envserve.worker.env_row import EnvRow
 from tests.envserve.pool_driver import PoolMaker, attach_lane, reset, step
 from tests.envserve.server_process import ServerProcess
@@ -187,6 +193,16 @@ def test_a_single_leaf_is_checked_like_a_leaf_of_a_dict(
         play()
         np.testing.assert_array_equal(rows.observation[0][0], case.expected)
         assert bool(checks.take_warnings()) == bool(is_odd)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(1e-300, 0.0), (1e300, np.inf)])
+def test_a_value_is_cast_although_an_env_makes_numpy_raise_errors(
+    value: float, expected: float
+) -> None:
+    (leaf,) = leaves_of(spaces.Box(-np.inf, np.inf, (1,), np.float32))
+    with np.errstate(all="raise"):
+        cast = convert_leaf(leaf, np.array([value]), EnvChecks(), object)
+    assert cast.tolist() == [expected]
 
 
 def test_the_table_is_long_enough() -> None:

@@ -267,6 +267,7 @@ def test_resets_accept_options_and_missing_seeds(make_batch: MakeBatch) -> None:
 BATCHED = """
 import gymnasium, numpy as np
 from gymnasium.vector import AutoresetMode
+from tests.oracle.probe_envs import NativeMethod
 
 class Device:
     \"\"\"An array on a device, such as one of JAX, which NumPy can read.\"\"\"
@@ -292,11 +293,18 @@ class Counts(gymnasium.vector.VectorEnv):
         ended, final = self.t[:, 0] == 3, self.t.copy()
         self.t[ended] = 0
         infos = {"count": Device(10 * final[:, 0])}
+        infos |= {7: np.arange(self.num_envs), "_7": np.arange(self.num_envs) > 0}
         if self.has_final: infos["final_obs"] = final
         return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
 
 class Bare(Counts):
     def reset(self): return super().reset()
+
+class Native(Counts):
+    \"\"\"Has a `reset` without a signature, as that of native code.\"\"\"
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.reset = NativeMethod(self.reset)
 
 class Odd(Counts):
     def reset(self, *, seed=None, options=None):
@@ -306,6 +314,7 @@ class Odd(Counts):
 
 gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
+gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
@@ -361,13 +370,16 @@ def test_missing_final_observations_are_an_error_and_not_a_lost_episode(
             batch.step([0] * 4)
 
 
+@pytest.mark.parametrize("name", ["Counts-v0", "Native-v0"])
 def test_arrays_that_are_not_numpys_are_split_into_rows(
-    batched: dict[str, Any],
+    batched: dict[str, Any], name: str
 ) -> None:
     kwargs = {"mode": "SameStep", "has_final": True}
-    with BatchEnv.local("Counts-v0", 4, 2, env_kwargs=kwargs, **batched) as batch:
+    with BatchEnv.local(name, 4, 2, env_kwargs=kwargs, **batched) as batch:
         batch.reset()
         results = [batch.step([0] * 4) for _ in range(3)]
         assert [results[1].infos[row]["count"] for row in range(4)] == [20.0] * 4
+        assert results[1].infos[2].keys() == {"count"}  # "_7" is a mask
+        assert results[1].infos[3] == {"count": 20.0, 7: 1}
         assert results[2].final_observation[:, 0].tolist() == [3.0] * 4
         assert results[2].observation[:, 0].tolist() == [0.0] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from gymnasium import spaces
 
 from envserve.crashes.action_ring import ring_nbytes
 from envserve.lane import Block, Fault
-from envserve.slab import Slab, Status, row_of_beat
+from envserve.slab import FIRST_STEP, Slab, Status, row_of_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, restore
 from envserve.worker import process
@@ -164,6 +165,40 @@ def test_every_env_call_changes_the_heartbeat_and_only_slow_ones_set_its_flag(
     assert len({beat for beat, _ in beats}) == 3
     assert [row_of_beat(beat) for beat, _ in beats] == [None, 1, 1]
     assert [is_slow for _, is_slow in beats] == [0, 0, 0]
+
+
+class MarkedEnv(gymnasium.Env[Any, Any]):
+    """An env whose observation is the flag of the heartbeat during its step."""
+
+    observation_space = action_space = spaces.Discrete(9)
+    heartbeats: Any
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        if action:
+            raise RuntimeError("no luck")
+        return int(self.heartbeats[0, 1]), 0.0, False, False, {}
+
+
+def test_only_the_first_step_after_a_deferred_reset_is_a_first_step(
+    start_worker: StartWorker,
+) -> None:
+    """With autoreset "next_step", a step resets the env of a lost or failed row."""
+    gymnasium.register("Marked-v0", lambda **_: MarkedEnv())
+    try:
+        worker = start_worker("Marked-v0", 1, autoreset="next_step").start()
+        MarkedEnv.heartbeats = worker.slab.heartbeats
+        worker.request(MessageKind.RESET, {"rows": []})
+        marks = []
+        for action in (0, 0, 0, 1, 0, 0, 0):
+            worker.step(action)
+            marks.append(int(worker.rows.observation[0][0]))
+    finally:
+        del gymnasium.registry["Marked-v0"]
+    # The env fails in the fourth step, so the fifth one resets it.
+    assert marks == [0, FIRST_STEP, 0, 0, 0, FIRST_STEP, 0]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +357,7 @@ def test_message_that_is_no_operation_ends_the_worker(
 
 
 class ClosingEnv(gymnasium.Env[Any, Any]):
-    """An env that counts how often it is closed; the first close raises."""
+    """An env that counts how often it is closed; the first two closes raise."""
 
     observation_space = action_space = spaces.Discrete(2)
     closed = 0
@@ -331,6 +366,8 @@ class ClosingEnv(gymnasium.Env[Any, Any]):
         ClosingEnv.closed += 1
         if ClosingEnv.closed == 1:
             raise RuntimeError("the window is gone")
+        if ClosingEnv.closed == 2:
+            sys.exit("the window is closed")
 
 
 def test_without_watchers_an_operation_reads_a_single_number(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import gymnasium
@@ -181,6 +182,28 @@ class BareResetEnv(ResetEnv):
         return super().reset()
 
 
+class NativeMethod:
+    """A method without a signature, as those of native code."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    @property
+    def __signature__(self) -> Any:
+        raise ValueError("no signature found for builtin")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._method(*args, **kwargs)
+
+
+class NativeResetEnv(ResetEnv):
+    """Has a `reset` of native code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset = NativeMethod(super().reset)  # type: ignore[method-assign]
+
+
 class GatedEnv(LedgerEnv):
     """A ledger env whose constructor blocks while a file, its gate, exists."""
 
@@ -234,7 +257,7 @@ class ChaosLedgerEnv(LedgerEnv):
 GATED: Final = "envserve/Gated-v0"
 _CLASSES: Final = (
     *(LedgerEnv, GatedEnv, ChaosLedgerEnv, EchoEnv, FaultyEnv),
-    *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv),
+    *(ResetEnv, NeedyResetEnv, SeedResetEnv, BareResetEnv, NativeResetEnv),
 )
 for _class in _CLASSES:
     _name = _class.__name__.removesuffix("Env")

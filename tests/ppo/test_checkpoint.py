@@ -179,9 +179,11 @@ def test_adaptive_coefficients_are_restored(tmp_path: Path) -> None:
 def test_load_agent_loads_only_the_agent(tmp_path: Path) -> None:
     learner = Learner()
     learner.agent.preprocess.update(np.ones((2, 2)), tf.constant([True, True]))
-    learner.save(tmp_path, 3)
+    folder = tmp_path / "rate=[1]?*\\"  # TensorFlow reads such a name as a pattern
+    folder.mkdir()
+    learner.save(folder, 3)
     agent = Agent(BOX, ACTIONS, CONFIG.replace(seed=9))
-    assert checkpoint.load_agent(tmp_path, agent) == Counters(3, 300)
+    assert checkpoint.load_agent(folder, agent) == Counters(3, 300)
     observation = tf.constant([[0.5, -1.0]], tf.float64)
     seed = tf.constant([0, 0])
     actions = [each.mode(observation, seed)[0] for each in (agent, learner.agent)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from envserve.errors import ServerLost, WrapperError
+from envserve.errors import ConnectError, ServerLost, WrapperError
 from ppo.__main__ import main as program
 from ppo.cli.options import (
     SourceOptions,
@@ -41,6 +41,9 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, code_names
 from tests.ppo import failing_env, informing_env
 from tests.ppo.runs import ppo, save_run
+
+#: A name that the file system rejects, as it rejects those in other users' folders.
+LONG = "x" * 300
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,9 @@ from tests.ppo.runs import ppo, save_run
             "combined with --resume",
         ),
         (["--resume", "nowhere"], "nowhere: expected a run folder, found none"),
+        (["--resume", LONG], "folder that you can read; File name too long"),
+        (["--restartable", "--run-dir", LONG], "Expected the name of a config"),
+        ([f"{LONG}.py"], "expected a Python file, found none"),
         (["missing.toml"], "missing.toml: cannot read the config file"),
         (
             ["cartpole", "--set", "step_timeout=3"],
@@ -172,6 +178,22 @@ def test_options_override_the_saved_env_source(tmp_path: Path) -> None:
         RunFolderError, match="Remove this file, and repeat the options"
     ):
         run.env_source()
+
+
+def test_addresses_are_saved_only_if_their_servers_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_: object, **named: object) -> None:
+        raise ConnectError("tcp://127.0.0.1:7: no server replied")
+
+    monkeypatch.setattr("ppo.environments.BatchEnv.connect", connect)
+    config = Config(env_name="CartPole-v1")
+    made = EnvSource(addresses=("127.0.0.1:6",))
+    run = RunFolder.create(tmp_path / "run", config, made)
+    code, _, error = ppo("train", "--resume", run.path, "--connect", "127.0.0.1:7")
+    assert code == 1
+    assert "no server replied" in error
+    assert run.env_source() == made
 
 
 @pytest.mark.parametrize("moment", ["RunFolder.create", "shutil.rmtree"])
@@ -405,6 +427,12 @@ def test_ppo_configs_shows_changed_settings_and_all_settings_on_request() -> Non
     )
     assert output.index("\nNetworks\n") < output.index("\npolicy_layers")
     assert ppo("configs", "pendulu")[0] == 2
+
+
+def test_ppo_configs_escapes_control_characters(tmp_path: Path) -> None:
+    (tmp_path / "my.json").write_text(r'{"env_name": "X-v0\u001b[2J\nseed = 1"}')
+    code, output, _ = ppo("configs", tmp_path / "my.json")
+    assert (code, r"env_name = X-v0\x1b[2J\nseed = 1" in output) == (0, True)
 
 
 def test_errors_of_envs_name_the_settings_of_ppo(

@@ -77,6 +77,13 @@ def test_without_a_usable_folder_nothing_is_cached(
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 
+def test_a_folder_in_which_others_can_write_code_is_not_used(root: Path) -> None:
+    root.mkdir(parents=True)
+    root.chmod(0o777)
+    enable_compilation_cache("2.21.0")
+    assert os.environ["TF_XLA_FLAGS"] == ""
+
+
 def test_nothing_is_cached_on_a_nearly_full_disk(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +105,7 @@ def test_old_and_incomplete_entries_are_removed(
         path.write_bytes(ENTRY if path.suffix == ".pb" else b"half")
         os.utime(path, (now - age, now - age))
     (folder / "cut.pb").write_bytes(ENTRY[:-1])
+    (folder / "garbage.pb").write_bytes(b"\xff" * 99 + b"\x01")
     enable_compilation_cache("2.21.0")
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["mid.pb", "new.pb", "x.pb.tmp"]

@@ -191,11 +191,15 @@ def test_keys_that_are_not_strings_are_an_error(tmp_path: Path) -> None:
 def test_an_existing_folder_with_files_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     policy = policy_of("box")
-    for folder in (tmp_path, tmp_path / "file"):
+    for folder in (tmp_path, tmp_path / "file", tmp_path / ("x" * 300)):
         with pytest.raises(OutputError, match="expected a new or empty folder"):
             export_policy(*policy, folder)
     with pytest.raises(OutputError, match="expected a writable folder"):
         export_policy(*policy, tmp_path / "file" / "model")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "policy.partial").symlink_to(tmp_path / "precious")
+    export_policy(*policy, tmp_path / "policy")
+    assert not any((tmp_path / "precious").iterdir())
 
 
 def test_ppo_export_exports_the_chosen_checkpoint(tmp_path: Path) -> None:

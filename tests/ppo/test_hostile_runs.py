@@ -84,6 +84,7 @@ def test_any_config_is_read_or_is_an_error(
         ("learning_rate", "Infinity"),
         ("seed", "-Infinity"),
         ("env_name", r'"a\u0000b.py:Walk"'),
+        ("env_name", f'"{LONG}"'),
         ("import_modules", r'["\udfff"]'),
         ("network", r'"\u001b]0;x\u0007:f"'),
         ("wrappers", '[{"name": {"a": 1}}]'),
@@ -279,6 +280,52 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
     (run.path / "mean_return.png.partial").symlink_to(tmp_path / "precious")
     assert ppo("plot", run.path)[0] == 2
     assert (tmp_path / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("algorithm", ("train", "--resume", "run")),
+        ("checkpoints", ("train", "--resume", "run")),
+        ("tensorboard", ("train", "--resume", "run")),
+        ("tensorboard", ("visualize", "run")),
+        ("films", ("visualize", "run")),
+        ("seed-1", ("train", "--resume", "run")),
+    ],
+)
+def test_folders_that_a_run_writes_may_not_be_links(
+    name: str,
+    command: tuple[str, ...],
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run", "precious"):
+        shutil.copytree(saved, folder)
+    Path("precious/00000001.partial").mkdir()
+    files = sorted(Path("precious").rglob("*"))
+    shutil.rmtree(Path("run", name), ignore_errors=True)
+    Path("run", name).symlink_to(Path("precious").absolute())
+    code, _, error = ppo(*command)
+    assert code == 1
+    assert f"run: cannot be written, {name} is a symbolic link, or a file" in error
+    assert sorted(Path("precious").rglob("*")) == files
+
+
+def test_files_and_links_among_the_checkpoints_are_removed_not_followed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "state").touch()
+    (tmp_path / "run").mkdir()
+    for name in ("00000000", "00000001", "00000002.partial"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / "00000003.partial").touch()
+    state = tf.train.Checkpoint(x=tf.Variable(1.0))
+    checkpoint.save(tmp_path / "run", checkpoint.Counters(1), state, keep=1)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["00000001"]
+    assert [path.name for path in (tmp_path / "precious").iterdir()] == ["state"]
 
 
 def test_a_broken_evaluation_of_a_seed_counts_as_unfinished(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 import pytest
 
@@ -113,14 +114,31 @@ def test_missing_values_are_an_error(tmp_path: Path) -> None:
         read_curves([b], "return")
     with pytest.raises(BadInputError, match=r"ends at step 20 and another .* 30"):
         read_curves([b, c])
-    with pytest.raises(RunFolderError, match="expected a run folder"):
-        read_curves([tmp_path / "d"])
+    for name in ("d", "x" * 300):
+        with pytest.raises(RunFolderError, match="expected a run folder"):
+            read_curves([tmp_path / name])
+
+
+@pytest.mark.parametrize("name", ["_x", "$\\bad{$", "a$b$c", "\udcff", "\x1b[2J\n"])
+def test_curves_are_labelled_with_any_folder_name(name: str, tmp_path: Path) -> None:
+    path = run(tmp_path / name, [(10, 1.0), (20, 2.0)])
+    out = tmp_path / "curves.png"
+    assert ppo("plot", path, "--out", out) == (0, f"Plot: {out}\n", "")
+
+
+def test_settings_of_matplotlib_cannot_run_latex(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A file `matplotlibrc` in the working directory can contain this setting.
+    monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    path = run(tmp_path / "a", [(10, 1.0), (20, 2.0)])
+    assert ppo("plot", path)[0] == 0
 
 
 def test_without_matplotlib_the_error_names_the_extra_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(BadInputError, match=re.escape(install_command("plot"))):
         draw_curves([], "mean_return", tmp_path / "curves.png")
 
@@ -138,7 +156,7 @@ def test_ppo_plot_writes_a_png_or_reports_why_it_cannot(tmp_path: Path) -> None:
     default = runs[0] / "mean_return.png"
     assert ppo("plot", runs[0]) == (0, f"Plot: {default}\n", "")
     assert default.exists()
-    for name in ("curves.gif7", "missing/curves.png"):
+    for name in ("curves.gif7", "missing/curves.png", "x" * 300):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2
         assert "expected a writable image file" in error

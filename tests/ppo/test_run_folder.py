@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -48,8 +49,9 @@ def test_a_folder_with_files_is_not_used(name: str, tmp_path: Path) -> None:
         RunFolder.create(tmp_path, CONFIG)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     assert "red" in (tmp_path / name).read_text()
-    with pytest.raises(RunFolderError, match="cannot create the folder"):
-        RunFolder.create(tmp_path / name, CONFIG)
+    for file in (name, "\udcff"):  # TensorFlow cannot write to the latter
+        with pytest.raises(RunFolderError, match="cannot create the folder"):
+            RunFolder.create(tmp_path / file, CONFIG)
 
 
 def test_a_run_that_never_started_can_be_created_again(tmp_path: Path) -> None:
@@ -154,6 +156,25 @@ def test_a_write_error_other_than_a_full_disk_has_its_own_message(
         run.save_evaluation({})
     expected = f"{run.path}: cannot be written, Is a directory; make it writable."
     assert str(caught.value) == expected
+
+
+def test_a_lock_that_cannot_be_written_is_a_write_error(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # like a full disk
+    try:
+        with pytest.raises(RunWriteError, match="File too large"), run.locked():
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "\udcff")
+    run.path.mkdir()
+    message = "its path, or a name in it, is not UTF-8; rename the file or folder"
+    with pytest.raises(RunWriteError, match=message), run.locked():
+        pass
 
 
 def test_a_partial_config_of_a_killed_process_is_ignored(

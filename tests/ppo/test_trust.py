@@ -14,6 +14,7 @@ import pytest
 
 from ppo.cli.options import SourceOptions, check_trust
 from ppo.config import Config
+from ppo.environments import MakeEnv
 from ppo.errors import ConfigError, UntrustedCodeError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
@@ -171,11 +172,20 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
         assert is_refused("evaluate", "run")
 
 
-def test_changed_settings_of_a_resumed_run_are_trusted() -> None:
+@pytest.mark.usefixtures("one_launcher")
+def test_changed_settings_of_a_resumed_run_are_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(_: Config, run: RunFolder, make_env: MakeEnv, **named: Any) -> None:
+        assert run.env_source() == EnvSource()  # the envs have not been made yet
+        make_env(num_envs=1, seed=0, is_training=True).close()
+        raise ConfigError("nosuch")
+
+    monkeypatch.setattr("ppo.train.train", train)
     run = RunFolder.create(Path("run"), Config(**PLAIN | {"network": "mine:net"}))
     resume = ("train", "--resume", "run", "--set", "callbacks=nosuch:a")
     Path("yours.py").touch()
-    code, _, error = ppo(*resume, "--import", "yours.py")
+    code, _, error = ppo(*resume, "--import", "yours.py", "--num-workers", "1")
     assert (code, "nosuch" in error) == (2, True)
     assert run.env_source().import_modules == (str(Path("yours.py").absolute()),)
     assert not is_refused("evaluate", "run")  # the config is not saved yet

@@ -58,19 +58,20 @@ def films(folder: Path) -> list[list[tuple[int, int]]]:
 
 
 def test_ppo_visualize_records_complete_episodes_of_a_run_that_was_moved(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     config = CONFIG.replace(env_kwargs={"length": 4}, spare_envs=True)
     save_run(tmp_path / "made", config, iterations=(1, 2))
     (tmp_path / "made").rename(tmp_path / "moved")
-    outdir = tmp_path / "new" / "films"
+    outdir = Path("10:30", "films")  # to ffmpeg, "10:" looks like a protocol
     code, output, error = ppo(
         *("visualize", tmp_path / "moved", "--outdir", outdir, "--episodes", 3),
         *("--checkpoint", 100, "--import", *MODULES),
     )
     assert code == 0, error
     # The last frame is the final state, not the first state of the next episode.
-    assert films(outdir) == [
+    assert films(outdir.absolute()) == [
         [(episode, step) for step in range(5)] for episode in range(3)
     ]
     summary = json.loads((outdir / "step-100.json").read_text())

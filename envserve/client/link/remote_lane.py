@@ -93,7 +93,7 @@ class RemoteLane:
         """Start to attach to the server; `finish_start` waits for it.
 
         Args:
-          address: Address of the server, like "tcp://sim1:5555" or "ipc:///tmp/envs".
+          address: Address of the server, like "tcp://sim1:5555" or "ipc:///run/envs".
           request: The requested envs.
           timeouts: Timeouts of the session; None for the defaults.
           insecure: Whether to connect without keys; see `KeyFolder.keys_for`.

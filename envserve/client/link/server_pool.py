@@ -172,9 +172,11 @@ class ServerPool:
     def _poll(self, began: float, *, is_full: bool) -> None:
         """Poll all servers if `is_full`, otherwise those to which lanes could be moved.
 
-        If a source cannot be resolved, use the addresses that it listed last.
+        If a source cannot be resolved, use the addresses that it listed last. Single
+        hosts are not looked up, because their addresses stay the same.
         """
-        sources = {source: _try_resolve(source) for source in self._known}
+        changing = [each for each in self._known if each.startswith(SOURCE_SCHEMES)]
+        sources = {source: _try_resolve(source) for source in changing}
         is_complete = not any(isinstance(at, str) for at in sources.values())
         self._known |= {s: at for s, at in sources.items() if not isinstance(at, str)}
         addresses = {address for found in self._known.values() for address in found}

@@ -42,11 +42,13 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
         else:
             host, _, port = rest.rpartition(":")
             listener.setsockopt(socketlib.SOL_SOCKET, socketlib.SO_REUSEADDR, 1)
-            listener.bind(("" if host == "*" else host.strip("[]"), int(port)))
-            number, port = listener.getsockname()[:2]
-            address = (
-                f"tcp://[{number}]:{port}" if "[" in rest else f"tcp://{number}:{port}"
-            )
+            if family == socketlib.AF_INET6:
+                number, _, zone = host.strip("[]").partition("%")
+                listener.bind((number, int(port), 0, _interface_of(zone)))
+            else:
+                listener.bind(("" if host == "*" else host, int(port)))
+                host = listener.getsockname()[0]
+            address = f"tcp://{host}:{listener.getsockname()[1]}"
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
@@ -69,6 +71,18 @@ def close_listener(listener: socketlib.socket) -> None:
         with contextlib.suppress(OSError):  # removed already, or in a read-only folder
             os.unlink(path)
     listener.close()
+
+
+def _interface_of(zone: str) -> int:
+    """Return the number of a network interface; 0 for an address without a zone.
+
+    Args:
+      zone: Number or name of the interface, the part of an IPv6 address after %.
+    """
+    if not zone:
+        return 0
+    is_number = zone.isdecimal() and len(zone) < 10  # longer numbers do not exist
+    return int(zone) if is_number else socketlib.if_nametoindex(zone)
 
 
 def _bind_file(listener: socketlib.socket, path: str) -> None:

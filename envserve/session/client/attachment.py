@@ -59,6 +59,9 @@ _REPLY_SECONDS: Final = 1.0
 #: If the server ignores a request, the search for another server starts this many
 #: seconds before the current server counts as lost.
 _SEARCH_SECONDS: Final = 3.0
+#: Maximum time to wait for a poll of all servers before giving up. A poll takes long if
+#: a name server or a network file system does not reply.
+_MAX_POLL_SECONDS: Final = 60.0
 #: Number of restarts of the server before the first lease that end the session.
 _MAX_RESTARTS: Final = 16
 
@@ -81,7 +84,9 @@ class Attachment:
       granted_by: Address of the server that granted the latest lease; "" if none did.
       is_rejected: Whether the client has moved to the current server, which then has
         rejected its ATTACH.
-      awaits_poll: Whether to wait until all servers have been polled for free envs.
+      awaits_poll: Whether to wait until all servers have been polled for free envs, at
+        most `_MAX_POLL_SECONDS` longer than otherwise.
+      throttle: Limits how often the session logs the same kind of message.
     """
 
     def __init__(
@@ -98,7 +103,7 @@ class Attachment:
         self.error: EnvserveError | None = None
         self.connect_error: ConnectError | None = None
         self.tried_text = ""
-        self._throttle = LogThrottle()
+        self.throttle = LogThrottle()
         self.num_leases = self.attach_id = self._num_restarts = 0
         self.client_blocks: ClientBlocks | None = None
         self.lost_lease: LostLease | None = None
@@ -194,7 +199,7 @@ class Attachment:
         if self.lost_lease is not None:
             level = logging.WARNING if self.num_leases > 1 else logging.INFO
             text = "granted a new lease after a loss"
-            if (more := self._throttle.admit("lease", now)) is not None:
+            if (more := self.throttle.admit("lease", now)) is not None:
                 _LOGGER.log(level, "%s: %s%s", self.address, text, more)
             if self.lost_lease.stalled_address != self.address:
                 self.lost_lease.give_up_error = None
@@ -251,10 +256,14 @@ class Attachment:
         if self.client_blocks is None:
             raise LocalProtocolError(f"{self.address}: no lease has been granted yet")
         # A faulty server may end the lease at every step.
-        if (more := self._throttle.admit("loss", now)) is not None:
+        if (more := self.throttle.admit("loss", now)) is not None:
             _LOGGER.warning("%s; requesting a new lease%s", error, more)
         requests, previous = self._requests, self.lost_lease
         detach_frames = requests.pack(MessageType.DETACH) if may_hold_lease else []
+        if previous is not None and not requests.boot:
+            # No envs were requested since the previous loss. If an interrupt has ended
+            # that call of this method, its DETACH was not sent.
+            detach_frames = previous.detach_frames
         # If the server was already silent (an interrupted call may have been waiting
         # for its reply), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
@@ -355,8 +364,11 @@ class Attachment:
     @property
     def give_up_at(self) -> float:
         """Time at which to call `give_up`, in monotonic seconds."""
-        if self.awaits_poll:
-            return math.inf
+        return self._lost_at + (_MAX_POLL_SECONDS if self.awaits_poll else 0.0)
+
+    @property
+    def _lost_at(self) -> float:
+        """Time at which the server or the lease counts as lost for good."""
         since, loss = self._requests.liveness.silent_since, self.lost_lease
         state, timeouts = self.machine.state, self._timeouts
         if state.has_envs:
@@ -500,7 +512,7 @@ class Attachment:
 
     def detach(self, now: float) -> None:
         """Discard all operations, and return the envs to the server."""
-        self.lost_lease = None
+        loss, self.lost_lease = self.lost_lease, None
         self._requests.clear()
         if self.client_blocks is not None:
             self.client_blocks.discard_all()
@@ -509,6 +521,8 @@ class Attachment:
             self._requests.send(Request(MessageType.DETACH), now)
         else:
             self.machine.change_to(ClientState.CLOSED)
+        if loss is not None:  # its DETACH may not have been sent yet
+            self._requests.send_detach(loss.detach_frames)
 
     def close(self) -> None:
         """Change to CLOSED, because the envs were returned to the server."""

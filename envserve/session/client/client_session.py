@@ -387,16 +387,22 @@ def _on_detached(session: ClientSession, message: Message, now: float) -> bool:
         text = "the server ended the lease with a DETACHED that was not requested"
         error = LeaseLost(f"{session.address}: {text}")
         session.attachment.lose_lease(error, now)
+    else:
+        return False
     return True
 
 
 def _on_drain(session: ClientSession, message: Message, now: float) -> bool:
-    _LOGGER.warning(
-        "%s: the server is draining; it ends the lease when each env has ended an "
-        "episode, at the latest in %g s, and then stops",
-        session.address,
-        Drain.decode(message.body).grace_ms / 1000,
-    )
+    seconds = Drain.decode(message.body).grace_ms / 1000
+    # A faulty server may send this message again and again.
+    if (more := session.attachment.throttle.admit("drain", now)) is not None:
+        _LOGGER.warning(
+            "%s: the server is draining; it ends the lease when each env has ended an "
+            "episode, at the latest in %g s, and then stops%s",
+            session.address,
+            seconds,
+            more,
+        )
     return True
 
 

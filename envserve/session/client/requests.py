@@ -337,8 +337,9 @@ class Requests:
     def change_session(self) -> None:
         """Change the session number, so that replies to older requests do not match."""
         self.clear()
-        self.session = (self.session + _INCREMENT) & 0xFFFFFFFFFFFFFFFF or _INCREMENT
+        # The boot id comes first, because an interrupt may end this method.
         self.boot = self.epoch = 0
+        self.session = (self.session + _INCREMENT) & 0xFFFFFFFFFFFFFFFF or _INCREMENT
 
     def adopt_session(self, other: Requests) -> None:
         """Continue another object's session; that object must not send any more."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
 from envserve.errors import WrapperError
-from envserve.lane import Block
+from envserve.lane import Block, block_counts
 from envserve.session.server.decisions import (
     Audit,
     Decision,
@@ -37,6 +37,7 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, one_line
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import (
+    MAX_ENTRIES,
     MAX_NAMES,
     MAX_RESULT_BYTES,
     ErrorCode,
@@ -328,6 +329,19 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if name not in self._env_names:
             raise Rejection(
                 ErrorCode.UNKNOWN_ENV, f"this server offers no env named {name!r}"
+            )
+        num_splits, per_split = block_counts(
+            attach.num_envs,
+            quota.settings.num_workers,
+            attach.num_splits,
+            attach.blocks_per_split,
+        )
+        if (count := num_splits * per_split) > MAX_ENTRIES:
+            raise Rejection(
+                ErrorCode.REFUSED,
+                f"expected at most {MAX_ENTRIES:,} blocks; got {count:,}, "
+                f"{num_splits:,} splits with {per_split:,} blocks each; reduce "
+                f"num_splits, or request fewer envs per server",
             )
         try:
             # Allow unknown wrappers, because only workers import the modules that

@@ -145,7 +145,7 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
     if scheme == "ipc":
         with socket.socket(socket.AF_UNIX) as stream:
             stream.setblocking(False)
-            stream.connect(rest)
+            stream.connect(re.sub("^@", "\0", rest))  # @: an abstract socket
     if scheme != "tcp":
         raise ValueError(f"expected a tcp address; got {address!r}")
     left = max(0.01, deadline - time.monotonic())
