@@ -42,7 +42,7 @@ USER = 10001  # as in the Dockerfile
 ISOLATED = ("setsid", "unshare", "--mount")
 
 
-class Containers(compose.Cluster):
+class BuildahCluster(compose.Cluster):
     """The services of docker-compose.yml in containers of buildah."""
 
     def __init__(self, folder: Path, volumes: list[str]) -> None:
@@ -104,7 +104,7 @@ class Containers(compose.Cluster):
         self.hosts.remove()
 
 
-def train(containers: Containers, steps: int) -> None:
+def train(containers: BuildahCluster, steps: int) -> None:
     """Train on the envs of one server, and drain the server."""
     (server,) = containers.servers
     containers.hosts.create()
@@ -118,7 +118,9 @@ def train(containers: Containers, steps: int) -> None:
     health = [*compose.health_command()[:-1], address]
     compose.wait_for("sim is healthy", lambda: containers.run("page", "page", health))
     if (user := containers.run("page", "page", ["id", "-u"]).strip()) != str(USER):
-        raise ChildProcessError(f"expected user {USER}, got {user}")
+        raise ChildProcessError(
+            f"expected the container to run as user {USER}, got {user}"
+        )
     options = ("--run-dir", "runs/cartpole", "--set", f"total_steps={steps}")
     containers.start("trainer", "", *options)
     containers.finish("trainer")
@@ -128,7 +130,7 @@ def train(containers: Containers, steps: int) -> None:
     first, last = rows[0]["mean_return"], rows[-1]["mean_return"]
     print(f"{rows[-1]['steps']:,} steps, mean return {last:.1f}, at first {first:.1f}")
     if not last > first:
-        raise ChildProcessError("expected the agent to improve")
+        raise ChildProcessError(f"expected a mean return above {first}; got {last}")
 
 
 def main(
@@ -148,7 +150,7 @@ def main(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["TMPDIR"] = str(folder)  # for the temporary files of buildah
-        containers = Containers(folder, volume or [])
+        containers = BuildahCluster(folder, volume or [])
         stack.callback(containers.close)
         stack.enter_context(compose.print_logs_on_failure(folder))
         base, file = str(folder / "base"), folder / "Dockerfile"

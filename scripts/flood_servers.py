@@ -212,7 +212,7 @@ def _flooder(kind: str, address: str, count: int, secret: bytes) -> Iterator[Non
     process = spawn.Process(target=_flood, args=(kind, address, count, secret, started))
     process.start()
     try:
-        assert started.wait(60.0), "expected a flood"
+        assert started.wait(60.0), "expected the flood to start within 60 s"
         yield
         assert process.is_alive(), "expected the flood to run; it has exited"
     finally:

@@ -180,8 +180,10 @@ class FuzzingClient:
         """Receive a reply, and check that it is valid."""
         reply = decode(self._socket.recv_multipart())
         kind = reply.type
-        assert isinstance(kind, MessageType), f"unknown type: {reply!r}"
-        assert kind >= MessageType.WELCOME, f"type of a client: {reply!r}"
+        assert isinstance(kind, MessageType), f"expected a known type; got {reply!r}"
+        assert kind >= MessageType.WELCOME, (
+            f"expected the type of a reply; got {reply!r}"
+        )
         self.replies[kind.name] += 1
         is_current = (reply.session, reply.epoch) == (self.session, self.epoch)
         if kind is MessageType.ERROR:

@@ -111,7 +111,10 @@ class Cluster:
         False, at least one step must be invalid.
         """
         if self.trainer.process.poll() is not None:
-            raise ChildProcessError(self.trainer.log()[-3000:])
+            log = self.trainer.log()[-3000:]
+            raise ChildProcessError(
+                f"expected the trainer to run; it has exited:\n{log}"
+            )
         rows = rows_of(self.run)
         if len(rows) < num_rows:
             return False

@@ -80,7 +80,7 @@ def left_processes(before: dict[int, Process], deadline: float) -> list[Process]
     now = running_processes()
     for process in now.values():
         # Fixtures of wider scope may replace their workers while a test runs.
-        if any(ancestor.identity in known for ancestor in lineage(process, now)):
+        if any(ancestor.identity in known for ancestor in with_ancestors(process, now)):
             continue
         try:
             descriptor = os.pidfd_open(process.pid)
@@ -162,7 +162,7 @@ def processes_among(entries: frozenset[tuple[str, int]]) -> dict[int, Process]:
     ours = {
         pid: process
         for pid, process in every.items()
-        if pid in marked or lineage(process, every)[-1].parent == os.getpid()
+        if pid in marked or with_ancestors(process, every)[-1].parent == os.getpid()
     }
     FOREIGN.update(of_others[pid] for pid in of_others.keys() - ours.keys())
     return {
@@ -182,7 +182,7 @@ def read(path: str) -> bytes:
         return file.readall()
 
 
-def lineage(process: Process, processes: dict[int, Process]) -> list[Process]:
+def with_ancestors(process: Process, processes: dict[int, Process]) -> list[Process]:
     """Return a process and its ancestors among `processes`, up to this process."""
     line = [process]
     while line[-1].parent in processes and line[-1].parent != os.getpid():

@@ -255,7 +255,10 @@ class Pod:
             if started.poll() is None:
                 return False
             if started.returncode:
-                raise ChildProcessError(f"{self.name}: {self.log()[-2000:]}")
+                raise ChildProcessError(
+                    f"{self.name}: expected exit code 0, got {started.returncode}:\n"
+                    f"{self.log()[-2000:]}"
+                )
         return True
 
     def start(self, *more: str) -> None:

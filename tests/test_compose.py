@@ -205,7 +205,7 @@ def test_the_build_script_names_what_is_missing(
 def test_the_build_script_runs_the_services_in_containers_of_their_images(
     tmp_path: Path,
 ) -> None:
-    containers = build_images.Containers(tmp_path, [])
+    containers = build_images.BuildahCluster(tmp_path, [])
     assert containers.images.keys() == PROGRAMS.keys()
     targets = {"keys": "server", "sim": "server", "trainer": "trainer"}
     for name, target in targets.items():

@@ -96,7 +96,7 @@ def filled(folder: Path) -> Iterator[Path]:
         "[gymnasium.envs]\n__root__ = jax\n[envserve.envs]\nall = jax\n"
     )
     yield folder
-    assert not ran.exists(), f"these modules were run: {ran.read_text()}"
+    assert not ran.exists(), f"expected no module to run; these ran: {ran.read_text()}"
 
 
 def test_envserve_runs_no_file_of_the_working_directory(filled: Path) -> None:

@@ -110,7 +110,7 @@ def _check_table(points: Points, part: str) -> str:
 
 
 def _goal_table(points: Points, attach: Mapping[str, Any]) -> str:
-    by_key = {p[:8]: p for p in points["check"]}  # a key is a point without its costs
+    by_key = {p[:8]: p for p in points["check"]}  # without the costs
     one, many = by_key[Point(1, 1024, 16)[:8]], by_key[_LARGE[:8]]
     rows = [
         [

@@ -294,7 +294,7 @@ class RowRecord:
         self._is_touched = 1
         self._current["is_touched"] = 1
 
-    def save_failed(self) -> None:
+    def save_failed_record(self) -> None:
         """Save the record of an env that failed and is about to be replaced."""
         self._options = (0, _NEVER)
         self._records[_FAILED] = self._current

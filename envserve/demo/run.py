@@ -158,8 +158,9 @@ class Demo:
         started_at, num_valid = time.monotonic(), 0
         while not self.has_ended.is_set():
             # Wait for half of the rows, so that a silent server does not delay the rows
-            # of the other server. Also wait for more rows than are padding: padding is
-            # ready immediately, so this loop would use a core while a server is absent.
+            # of the other server. Always include a row that is not padding. Padding is
+            # ready immediately, so while a server is absent, this loop would never wait
+            # if `recv` returned only padding.
             num_padding = int((self._status == Status.PENDING).sum())
             min_rows = min(self._num_envs, max(self._num_envs // 2, num_padding + 1))
             learner = self._learner

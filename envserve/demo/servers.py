@@ -17,7 +17,7 @@ from envserve.errors import ServerError
 from envserve.python_process import python_command
 from envserve.worker.orphans import child_processes
 
-#: Modules that envs render with. The server imports these modules once, so that new
+#: Modules that envs use for rendering. The server imports these once, so that new
 #: workers do not import them for their first frame.
 _RENDERING_MODULES: Final = ("PIL.Image", "pygame")
 #: Python code of a server process.

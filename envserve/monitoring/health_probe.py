@@ -41,7 +41,8 @@ def diagnose(
 ) -> tuple[HealthProblem, str] | None:
     """Return the first problem that a probe finds and its description, or None.
 
-    The keyword arguments select the probes. Without any, the reply alone suffices.
+    The keyword arguments select the probes. If no probe is selected, every server that
+    replies is healthy.
     """
     if (startup or ready) and welcome.is_starting:
         return HealthProblem.STARTING, "workers cannot be started yet"

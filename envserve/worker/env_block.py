@@ -154,7 +154,7 @@ class EnvBlock:
         for final, last in zip(rows.final_observation, rows.observation, strict=True):
             final[env.row] = 0 if isinstance(error, SpaceViolation) else last[env.row]
         rows.status[env.row] = Status.PENDING
-        env.record.save_failed()
+        env.record.save_failed_record()
         self._heartbeat[1] = 1
         env.rebuild()
         if in_step and self._config.autoreset == "next_step":

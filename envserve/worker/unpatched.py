@@ -1,9 +1,9 @@
 """Functions of the standard library, as they were before user modules were imported.
 
-Some modules (gevent, eventlet) replace these functions when they are imported. The
-replacements need an event loop, which the template and the workers do not run, or reap
-workers before the template can. Other modules (freezegun) stop or set the clocks, so
-that no timeout of the template would expire. Therefore, the template imports this
+Some modules (gevent, eventlet) replace these functions when they are imported. Some
+replacements need an event loop, which neither the template nor the workers run; others
+reap workers before the template can. Other modules (freezegun) stop or set the clocks,
+so that no timeout of the template would expire. Therefore, the template imports this
 module before any user module.
 """
 

@@ -350,7 +350,7 @@ class VectorBlock:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
         self._block.status[...] = Status.PENDING
         for record in self._records:
-            record.save_failed()
+            record.save_failed_record()
         self._write_heartbeat(1)
         self.close()
         self._incarnation += 1

@@ -73,7 +73,7 @@ def test_a_point_is_measured_on_servers(point: Point) -> None:
         found = measure(point, 0.01)
     assert found[:8] == point[:8]
     assert 0 < found.thread <= found.process
-    # At least a request of 44 bytes, an answer of 44 bytes, and the observations. Up to
+    # At least a request of 44 bytes, a reply of 44 bytes, and the observations. Up to
     # one of the three measured steps may be missing, because it was in flight.
     assert found.wire > 2 / 3 * (point.servers * 88 + point.num_envs * point.size)
 

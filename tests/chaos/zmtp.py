@@ -43,7 +43,7 @@ class Splitter:
     def feed(self, data: bytes) -> list[Piece]:
         pieces = []
         if self._greeting_left:
-            # Forward a partial greeting, because the peer answers its first part.
+            # Forward a partial greeting, because the peer replies to its first part.
             greeting = data[: self._greeting_left]
             self._greeting_left -= len(greeting)
             data = data[len(greeting) :]

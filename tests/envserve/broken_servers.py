@@ -101,7 +101,7 @@ class IgnoresUnknownTypes(Server):
 
 
 @found_by("types")
-class AnswersReplies(Server):
+class RepliesToReplies(Server):
     def change_request(self, message: Message) -> Message:
         return changed(message, type=100) if message.type >= 128 else message
 
@@ -152,7 +152,7 @@ class SendsOnlyInternalErrors(Server):
 
 
 @found_by("fenced")
-class AnswersForAnotherBootId(Server):
+class IgnoresBootIds(Server):
     def change_request(self, message: Message) -> Message:
         is_other = message.type in (Kind.PING, Kind.STEP) and message.boot
         return changed(message, boot=self.boot) if is_other else message
@@ -225,7 +225,7 @@ class IgnoresCopies(Server):
 
 
 @found_by("copies")
-class AnswersAnAttemptTwice(Server):
+class RepliesToAnAttemptTwice(Server):
     num_welcomes = 0
 
     def receive_frames(self, route: bytes, frames: Any) -> None:
@@ -268,7 +268,7 @@ class AcceptsOldSteps(Server):
 
 
 @found_by("bad_steps")
-class CountsRefusedSteps(Server):
+class CountsRejectedSteps(Server):
     def change_reply(self, message: Message) -> Message:
         lease = self.lease_of(message)
         if message.type is Kind.ERROR and message.entries and lease:

@@ -254,7 +254,7 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
         give_up_at = time.monotonic() + timeout_seconds
         while not condition():
             assert time.monotonic() < give_up_at, (
-                f"the condition was not met in {timeout_seconds:g} s"
+                f"expected the condition to become true within {timeout_seconds:g} s"
             )
             time.sleep(0.002)  # leave the cores to what is waited for
 

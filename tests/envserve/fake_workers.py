@@ -52,23 +52,23 @@ class FakeWorker:
         return self._messages.pop(0)
 
     def take_over(self, pool: Pool, *kinds: MessageKind) -> None:
-        """Answer the operations that a pool sends to a lost worker's successor."""
+        """Reply to the operations that a pool sends to a lost worker's successor."""
         self.theirs.setblocking(False)
         for kind in kinds:
             deadline = time.monotonic() + 40.0
             while not self._messages:
-                assert time.monotonic() < deadline, f"waited 40 s for {kind!r}"
+                assert time.monotonic() < deadline, f"expected {kind!r} within 40 s"
                 assert pool.collect(0.01) == []
                 with contextlib.suppress(BlockingIOError):
                     self._messages += self._reader.feed(self.theirs.recv(1 << 16))
             assert self._messages[0].kind is kind
-            self.answer()
+            self.reply()
         self.theirs.settimeout(40.0)
 
     def send(self, *message: Any) -> None:
         self.theirs.sendall(pack_message(*message))
 
-    def answer(self, payload: bytes = b"") -> None:
+    def reply(self, payload: bytes = b"") -> None:
         message = self.receive()
         self.send(MessageKind.DONE, message.block, message.sequence, payload)
 

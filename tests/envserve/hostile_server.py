@@ -156,7 +156,7 @@ SCRIPTS: Final[dict[str, Callable[[Message, int], Replies]]] = {
 
 
 class Script:
-    """Replies correctly, except to one type of request, which the script answers."""
+    """Replies correctly, except to one type of request, which the script handles."""
 
     def __init__(self, name: str, scripted_type: MessageType) -> None:
         self._script, self._scripted_type = SCRIPTS[name], scripted_type

@@ -88,7 +88,7 @@ class Events:
         while True:
             kind = self._response.readline().decode().partition(": ")[2].strip()
             data = self._response.readline().decode().partition(": ")[2]
-            assert data, "the page has closed the stream"
+            assert data, f"expected {name}; the page has closed the stream"
             self._response.readline()
             value: dict[str, Any] = json.loads(data)
             if kind == name and matches(value):

@@ -99,23 +99,23 @@ def a_stale_boot_is_accepted(patch: Patch) -> None:
 
 
 @bug()
-def answers_to_other_sessions_are_accepted(patch: Patch) -> None:
-    def alter(self: Any, answer: Any) -> Any:
-        answer.session = self.requests.session
-        return answer
+def replies_to_other_sessions_are_accepted(patch: Patch) -> None:
+    def alter(self: Any, reply: Any) -> Any:
+        reply.session = self.requests.session
+        return reply
 
     alter_messages(patch, ClientSession, alter)
 
 
 @bug()
-def a_late_reply_answers_a_new_request(patch: Patch) -> None:
-    def alter(self: Any, answer: Any) -> Any:
-        waiting = self.requests.waiting
-        blocks = [block for block, _ in answer.entries]
-        for request in waiting.values() if answer.request not in waiting else ():
+def a_late_reply_is_matched_to_a_new_request(patch: Patch) -> None:
+    def alter(self: Any, reply: Any) -> Any:
+        in_flight = self.requests.unanswered
+        blocks = [block for block, _ in reply.entries]
+        for request in () if reply.request in in_flight else in_flight.values():
             if blocks and blocks == [block for block, _ in request.entries]:
-                answer.request, answer.entries = request.id, request.entries
-        return answer
+                reply.request, reply.entries = request.id, request.entries
+        return reply
 
     alter_messages(patch, ClientSession, alter)
 
@@ -155,7 +155,7 @@ def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
     finish = ServerProtocol.pool_finished
     answered: set[tuple[SessionId, int]] = set()
 
-    def answer_at_once(real: Any, self: Any, *arguments: Any) -> Any:
+    def finish_immediately(real: Any, self: Any, *arguments: Any) -> Any:
         decisions = real(self, *arguments)
         for step in [d for d in decisions if isinstance(d, RunStep)]:
             answered.update((step.session, block) for block in step.blocks)
@@ -167,7 +167,7 @@ def a_step_is_answered_before_it_finishes(patch: Patch) -> None:
             self, session, [o for o in ended if (session, o.block) not in answered]
         )
 
-    around(patch, ServerProtocol, "receive", answer_at_once)
+    around(patch, ServerProtocol, "receive", finish_immediately)
     around(patch, ServerProtocol, "pool_finished", finish_others)
 
 
@@ -195,7 +195,7 @@ def leases_reuse_seeds(patch: Patch) -> None:
 
 
 @bug()
-def refused_operations_use_up_a_seq(patch: Patch) -> None:
+def rejected_operations_use_up_a_seq(patch: Patch) -> None:
     around(
         patch,
         client_blocks.ClientBlocks,
@@ -230,7 +230,7 @@ def the_last_observation_is_not_kept(patch: Patch) -> None:
 
 
 @bug(BATCHES)
-def a_late_result_answers_the_next_action(patch: Patch) -> None:
+def a_late_result_is_returned_for_the_next_action(patch: Patch) -> None:
     def drop(real: Any, self: Any, positions: Any) -> Any:
         others = real(self, positions)
         self.awaited_late_steps.clear()
@@ -403,12 +403,12 @@ def infos_of_a_reset_are_shifted_by_one_row(patch: Patch) -> None:
 def a_call_returns_the_results_of_the_previous_one(patch: Patch) -> None:
     last: dict[Any, Any] = {}
 
-    def alter(self: Any, answer: Any) -> Any:
-        if answer.type is MessageType.CALL_RESULT:
-            own = answer.payload
-            answer.payload = last.get(self, own)
+    def alter(self: Any, reply: Any) -> Any:
+        if reply.type is MessageType.CALL_RESULT:
+            own = reply.payload
+            reply.payload = last.get(self, own)
             last[self] = own
-        return answer
+        return reply
 
     alter_messages(patch, ClientSession, alter)
 
@@ -462,7 +462,7 @@ def a_seq_beyond_the_next_is_accepted(patch: Patch) -> None:
 
 
 @bug()
-def blocks_are_answered_in_another_order(patch: Patch) -> None:
+def rows_of_a_reply_are_in_another_order(patch: Patch) -> None:
     class Sorted(BlockParts):
         def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
             return super().__missing__(tuple(sorted(indexes)))

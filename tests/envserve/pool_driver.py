@@ -139,7 +139,9 @@ class PoolMaker:
 def wait_for(pool: Pool, condition: Callable[[], bool], seconds: float = 40.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {pool!r}"
+        assert time.monotonic() < deadline, (
+            f"expected the condition to become true within {seconds} s; {pool!r}"
+        )
         select.select([pool], [], [], 0.02)
         assert pool.collect(0.0) == []
 
@@ -169,7 +171,9 @@ def gather(lane: Lane, blocks: Iterable[int], seconds: float = 40.0) -> list[Out
     finished: dict[int, Outcome] = {}
     deadline = time.monotonic() + seconds
     while missing := awaited - set(finished):
-        assert time.monotonic() < deadline, f"waited {seconds} s for {lane!r}"
+        assert time.monotonic() < deadline, (
+            f"expected the outcomes of blocks {missing} within {seconds} s; {lane!r}"
+        )
         for outcome in lane.collect(0.2, len(missing)):
             assert outcome.block not in finished
             finished[outcome.block] = outcome

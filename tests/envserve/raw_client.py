@@ -27,7 +27,7 @@ class RawClient:
         attach = self.frames(
             MessageType.ATTACH, (), make_attach(**changes).encode(), epoch=0
         )
-        assert MessageType.GRANTED in [answer.type for answer in self.send(attach)]
+        assert MessageType.GRANTED in [reply.type for reply in self.send(attach)]
         self.num_blocks = len(self.pool.blocks)
 
     @property

@@ -69,7 +69,7 @@ class FakePool(MemoryPool):
         self.count = np.zeros(config.num_envs, np.int64)
 
     def _begin(self, block: int, operation: Operation) -> None:
-        assert block not in self.running, "one operation per block at a time"
+        assert block not in self.running, "expected one operation per block at a time"
         self.running[block] = operation
         actions = tuple(self.rows.action[0][self.parts[block]].tolist())
         is_step = isinstance(operation, RunStep)
@@ -412,4 +412,4 @@ def pass_time(
             return now
         now = max(now, client.next_deadline())
         client.advance(now)
-    raise AssertionError(f"{client!r} does not end")
+    raise AssertionError(f"expected the session to end within 1000 s; got {client!r}")

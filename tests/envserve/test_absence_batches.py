@@ -48,7 +48,9 @@ class Halves:
             result = self.step()
             if result.status[0] == status:
                 return result
-        raise AssertionError(f"no row was {status!r}")
+        raise AssertionError(
+            f"expected row 0 to become {status!r}; got {result.status[0]}"
+        )
 
 
 @pytest.fixture(params=["local", "ipc"])

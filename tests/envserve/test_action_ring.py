@@ -294,7 +294,7 @@ def test_the_histories_of_a_failed_env_and_its_replacement_are_separate(
     walk.env.reset(None)
     walk.step(30)
     before = walk.position
-    walk.env.record.save_failed()
+    walk.env.record.save_failed_record()
     walk.env.rebuild()
     walk.env.reset(None)
     assert walk.history().incarnation == 5
@@ -317,7 +317,7 @@ def test_a_non_finite_last_observation_fails_before_the_next_episode(
     walk.env.call("set", "bias", [np.nan])
     with pytest.raises(SpaceViolation, match="expected observation to be finite"):
         walk.step(4)
-    walk.env.record.save_failed()
+    walk.env.record.save_failed_record()
     failed = walk.history(has_failed=True)
     assert failed.episode_step == walk.ring.counts[2] - num_played > 0
     assert len(failed.actions[0]) >= failed.episode_step

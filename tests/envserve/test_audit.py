@@ -70,7 +70,9 @@ async def test_key_and_address_of_a_client_without_a_name_are_fields(
     assert [joined[f] for f in fields] == ["ann", "7QK2", "10.0.0.8", ""]
 
 
-async def test_repeated_refusals_within_a_second_take_two_lines(tmp_path: Path) -> None:
+async def test_repeated_rejections_within_a_second_take_two_lines(
+    tmp_path: Path,
+) -> None:
     audit = AuditLog(str(tmp_path / "audit"), describe, asyncio.get_running_loop())
     for index in range(100):
         audit.write(Audit("refused", "ann", reason=f"number {index}"))

@@ -82,7 +82,9 @@ def test_servers_end_when_the_benchmark_ends(number: int) -> None:
             if line.startswith("... 1 of "):  # all cases have started
                 break
         servers = [
-            pid for pid, *_ in child_processes(process.pid) if b"tcp" in words_of(pid)
+            pid
+            for pid, *_ in child_processes(process.pid)
+            if b"tcp" in command_line_of(pid)
         ]
         assert servers
         watched = [os.pidfd_open(pid) for pid in servers]
@@ -95,7 +97,7 @@ def test_servers_end_when_the_benchmark_ends(number: int) -> None:
     assert "_step_in_process" not in errors
 
 
-def words_of(pid: int) -> bytes:
+def command_line_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 

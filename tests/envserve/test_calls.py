@@ -135,7 +135,7 @@ def test_values_that_are_too_long_for_one_message_are_set(
     assert batch.get_attr("difficulty") == values
 
 
-def test_a_block_calls_as_many_envs_as_fit_into_one_answer() -> None:
+def test_a_block_calls_as_many_envs_as_fit_into_one_reply() -> None:
     block = Block(0, 4, 8, 0, 0)
     task = CallRequest.decode(encode_call(make_call([4, 6, 7], "call", "x", "y")))
     called = []
@@ -161,10 +161,10 @@ def test_a_block_calls_as_many_envs_as_fit_into_one_answer() -> None:
             decode_results(wrong, block)
 
 
-def test_the_size_limit_of_an_answer_is_divided_among_the_blocks() -> None:
+def test_the_size_limit_of_a_reply_is_divided_among_the_blocks() -> None:
     task = CallRequest.decode(encode_call(make_call([4, 5], "call", "x"), 64))
-    answer = run_call(task, lambda _: bytes(1 << 20))
-    assert len(answer) < 2 << 20
+    reply = run_call(task, lambda _: bytes(1 << 20))
+    assert len(reply) < 2 << 20
 
 
 def test_a_vector_env_is_called_once_even_if_its_results_are_too_large() -> None:
@@ -179,13 +179,13 @@ def test_a_vector_env_is_called_once_even_if_its_results_are_too_large() -> None
             called.append(size)
             return bytes(size)
 
-    answer = run_call_on_vector_env(task, Env(), range(3))
-    fault, _ = decode_results(answer, block).faults
+    reply = run_call_on_vector_env(task, Env(), range(3))
+    fault, _ = decode_results(reply, block).faults
     assert "expected at most 4 MiB" in fault.text
     assert (fault.env_index, called) == (1, [5 << 20])
 
 
-def test_metadata_is_answered_without_values_that_are_not_plain() -> None:
+def test_metadata_is_returned_without_values_that_are_not_plain() -> None:
     metadata = {"render_fps": 30, "x": object(), (1, 2): 0, "modes": [{"y": print}]}
     for name, expected in (("metadata", [{"render_fps": 30}]), ("x", [None])):
         task = CallRequest.decode(encode_call(make_call([0], "get", name)))

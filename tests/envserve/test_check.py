@@ -73,7 +73,7 @@ def test_an_unknown_env_fails_all_rules_that_need_it() -> None:
     assert "expected GRANTED; got ERROR UNKNOWN_ENV" in absent.output
 
 
-def test_the_check_ends_if_the_server_stops_answering() -> None:
+def test_the_check_ends_if_the_server_stops_replying() -> None:
     ended = check(StopsAfterABadEncoding())
     assert ended.exit_code == 1
     assert "Error: expected a reply to HELLO; got none" in ended.output

@@ -89,8 +89,8 @@ class Router(Listener):
             readable = dict(poller.poll(50))
             if handler in readable:
                 _, number, *_ = handler.recv_multipart()
-                answer = [b"1.0", number, self._status, b"", b"user", b""]
-                handler.send_multipart(answer)
+                reply = [b"1.0", number, self._status, b"", b"user", b""]
+                handler.send_multipart(reply)
             if router in readable:
                 self.received.append(router.recv_multipart()[1])
         context.destroy(linger=0)
@@ -108,10 +108,10 @@ class Publisher(Listener):
 
 
 class Tcp(Listener):
-    """A TCP port that answers data with a function's result; None disconnects."""
+    """A TCP port that replies to data with a function's result; None disconnects."""
 
-    def __init__(self, answer: Callable[[bytes], bytes | None]) -> None:
-        self._answer = answer
+    def __init__(self, reply: Callable[[bytes], bytes | None]) -> None:
+        self._reply = reply
         super().__init__()
 
     def _serve(self) -> None:
@@ -126,21 +126,21 @@ class Tcp(Listener):
                     streams[-1].settimeout(0.02)
                 for stream in list(streams):
                     with contextlib.suppress(TimeoutError):
-                        if not self._answer_to(stream):
+                        if not self._reply_to(stream):
                             streams.remove(stream)
                             stream.close()
 
-    def _answer_to(self, stream: socket.socket) -> bool:
-        """Answer the received data; return whether to keep the connection open."""
+    def _reply_to(self, stream: socket.socket) -> bool:
+        """Reply to the received data; return whether to keep the connection open."""
         try:
             part = stream.recv(4096)
         except ConnectionError:
             return False
         self.received.append(part)
-        answer = self._answer(part)
-        if not part or answer is None:
+        reply = self._reply(part)
+        if not part or reply is None:
             return False
-        stream.sendall(answer)
+        stream.sendall(reply)
         return True
 
 
@@ -236,13 +236,13 @@ def test_the_reason_of_a_failed_connection_is_found_and_explained(
     address = listen(*listener).address
     never_ends = finding in (Finding.NOT_ZEROMQ, Finding.SILENT) or name == "doubts"
     assert diagnose_connection(address, keys, 0.5 if never_ends else 20.0) is finding
-    refusal = connection_error(finding, address, keys)
+    error = connection_error(finding, address, keys)
     if finding in (Finding.NOT_ZEROMQ, Finding.SILENT):
-        assert text in str(refusal)
+        assert text in str(error)
     elif text:
-        assert str(refusal) == f"{address}: {text.replace('THIS', address)}"
+        assert str(error) == f"{address}: {text.replace('THIS', address)}"
     else:
-        assert refusal is None
+        assert error is None
 
 
 def test_a_server_of_another_key_folder_is_not_taken_for_a_server_that_was_joined(
@@ -344,7 +344,7 @@ def test_a_lane_logs_a_refused_connection_and_waits_for_the_server(
     assert line.endswith("; retrying for up to 300 s")
 
 
-def test_a_listener_that_does_not_answer_is_reported(listen: Listen) -> None:
+def test_a_listener_that_does_not_reply_is_reported(listen: Listen) -> None:
     address = listen(Router).address
     with pytest.raises(ConnectError, match=r"within 3 s; another program may"):
         sessionless_requests.request_welcome(address, 3.0, insecure=True)

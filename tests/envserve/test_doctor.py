@@ -176,11 +176,11 @@ def test_rendering_is_tried_in_another_process(
     assert found["remedy"] == ("" if level == "ok" else "install it")
 
 
-def status(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+def status(monkeypatch: pytest.MonkeyPatch, reply: Any) -> None:
     def ask(_: Observer, timeout: float) -> Any:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     monkeypatch.setattr(Observer, "status", ask)
 

@@ -22,7 +22,7 @@ from tests.envserve.test_server_keys import Homes
 from tests.envserve.test_server_keys import homes as homes
 
 
-def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
+def replies_to(user: str, times: int = 1) -> tuple[list[Message], int]:
     """Return the replies to a user's ASK_DRAIN, and the number of drains started."""
     host = HostSettings(drain_grace_seconds=8.0)
     protocol = ServerProtocol(host, (), boot=7)
@@ -37,19 +37,19 @@ def answers_to(user: str, times: int = 1) -> tuple[list[Message], int]:
 
 
 def test_the_user_of_the_server_gets_the_grace_period_and_can_ask_again() -> None:
-    answers, num_drains = answers_to("local", times=2)
+    replies, num_drains = replies_to("local", times=2)
     assert num_drains == 2
-    for answer in answers:
-        assert answer.type is MessageType.DRAIN
-        assert (answer.request, answer.boot) == (3, 7)
-        assert Drain.decode(answer.body).grace_ms == 8000
+    for reply in replies:
+        assert reply.type is MessageType.DRAIN
+        assert (reply.request, reply.boot) == (3, 7)
+        assert Drain.decode(reply.body).grace_ms == 8000
 
 
 @pytest.mark.parametrize("user", ["anna", ""])
 def test_other_users_cannot_drain_a_server(user: str) -> None:
-    (answer,), num_drains = answers_to(user)
-    body = ErrorBody.decode(answer.body)
-    assert (answer.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
+    (reply,), num_drains = replies_to(user)
+    body = ErrorBody.decode(reply.body)
+    assert (reply.type, body.code) == (MessageType.ERROR, ErrorCode.REFUSED)
     assert "only the user who runs the server can drain it" in body.text
     assert not num_drains
 
@@ -84,30 +84,30 @@ def test_the_command_waits_until_the_server_has_exited(
 
 
 @pytest.mark.parametrize("boots", [[1, 1, 1, 2], [1, 0, 2], [1, 0, 0]])
-def test_the_command_ends_when_another_server_or_none_answers(
+def test_the_command_ends_when_another_server_or_none_replies(
     boots: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer_as(boots, monkeypatch)
+    reply_with(boots, monkeypatch)
     assert drain(f"ipc://{tmp_path}/server")[0] == 0
     assert not boots
 
 
-def test_a_server_that_leaves_the_request_unanswered_is_an_error(
+def test_a_server_that_does_not_reply_to_the_request_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answer_as([1, 0, 1], monkeypatch)
-    assert drain(f"ipc://{tmp_path}/server") == (1, "Error: no answer\n")
+    reply_with([1, 0, 1], monkeypatch)
+    assert drain(f"ipc://{tmp_path}/server") == (1, "Error: no reply\n")
 
 
-def answer_as(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer requests with these boot ids; 0 for none."""
+def reply_with(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reply to requests with these boot ids; 0 for no reply."""
 
-    def answer(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
+    def reply(_: Connection, asked: Message, kind: MessageType, __: float) -> Message:
         if not (boot := boots.pop(0)):
-            raise ConnectError("no answer")
+            raise ConnectError("no reply")
         return Message(kind, boot=boot)
 
-    monkeypatch.setattr("envserve.client.link.sessionless_requests.request", answer)
+    monkeypatch.setattr("envserve.client.link.sessionless_requests.request", reply)
 
 
 def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:
@@ -116,7 +116,7 @@ def test_an_idle_server_that_exits_at_once_has_drained(serve: Serve) -> None:
     assert server.process.wait(10) == 0
 
 
-def test_a_server_that_does_not_answer_is_an_error(
+def test_a_server_that_does_not_reply_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("envserve.cli.drain._REPLY_SECONDS", 0.1)

@@ -363,7 +363,7 @@ def test_an_unresponsive_server_is_replaced_and_its_late_messages_are_ignored(
     player = play(8, server_lost_after=5.0)
     step_until_valid(player, np.array([], int))
     rows = rows_at(player, first)
-    first.signal(signal.SIGSTOP)  # after SIGCONT, it answers the step in flight
+    first.signal(signal.SIGSTOP)  # after SIGCONT, it finishes the step in flight
     while rows_at(player, first).size:
         assert np.delete(player.step().valid, rows).all()
     first.signal(signal.SIGCONT)

@@ -200,9 +200,9 @@ def test_the_arguments_of_each_env_must_be_allowed() -> None:
         quota.check_env(Attach.decode(attach.encode()))
 
     check("a", "b-{row}")
-    for refused in ("{row}", "b-{worker}", "b-{{row}}", "b-0"):
+    for invalid in ("{row}", "b-{worker}", "b-{{row}}", "b-0"):
         with pytest.raises(Rejection, match="'path' may not be"):
-            check("a", refused)
+            check("a", invalid)
 
 
 @pytest.mark.usefixtures("one_launcher")

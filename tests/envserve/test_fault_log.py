@@ -355,9 +355,9 @@ def test_options_that_envs_reject_are_logged_in_one_line(
     pool = make_pool.and_reset("envserve/Reset-v0", 8, 1, crash_dir=str(tmp_path))
     frozen = pool._clock()
     pool._clock = lambda: frozen
-    refused = Reset(0, options=codec.encode({"level": 13}))
+    rejected = Reset(0, options=codec.encode({"level": 13}))
     for _ in range(3):
-        pool.submit_reset([refused])
+        pool.submit_reset([rejected])
         (outcome,) = gather(pool, [0])
         assert isinstance(outcome.error, EnvError)
     (line,) = lines(caplog)

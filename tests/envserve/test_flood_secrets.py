@@ -78,7 +78,7 @@ def places_of(server: ServerProcess, crashes: Path) -> Iterator[tuple[str, bytes
 def send_bad_messages(address: str, random: np.random.Generator) -> bytes:
     """Send messages that the server rejects; return their content."""
     with contextlib.closing(Attacker(address)) as attacker:
-        boot = attacker.wait_for_answer(1 << 49)
+        boot = attacker.wait_for_reply(1 << 49)
         kinds: list[Iterator[Sequence[Buffer]]] = [
             random_messages(random),
             messages_of_odd_values(boot, attacker.attach(boot), random),
@@ -89,7 +89,7 @@ def send_bad_messages(address: str, random: np.random.Generator) -> bytes:
             for frames in itertools.islice(messages, NUM_MESSAGES):
                 attacker.send(frames)
                 sent += [bytes(frame) for frame in frames]
-        attacker.wait_for_answer(1 << 50)
+        attacker.wait_for_reply(1 << 50)
     return b"\0".join(sent)
 
 

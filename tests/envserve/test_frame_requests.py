@@ -43,7 +43,7 @@ LOCAL: Peer = (0, b"c", "local")
 
 @dataclass
 class RecordingServer(FakeServer):
-    """Answers with a flight record or without frames, and records the requests."""
+    """Replies with a flight record or without frames, and records the requests."""
 
     frame_requests: list[tuple[SessionId, FrameRequest]] = field(default_factory=list)
 
@@ -64,8 +64,8 @@ class Host:
         for number, peer in enumerate((ANN, BOB), 11):
             attach = make_attach(num_envs=2).encode()
             kind = MessageType.ATTACH
-            answers = self.send(peer, kind, attach, session=number, boot=77)
-            assert MessageType.GRANTED in [answer.type for answer in answers]
+            replies = self.send(peer, kind, attach, session=number, boot=77)
+            assert MessageType.GRANTED in [reply.type for reply in replies]
 
     def send(
         self, peer: Peer, kind: MessageType, body: bytes, **numbers: Any
@@ -76,8 +76,8 @@ class Host:
 
     def request_frames(self, peer: Peer, lease: int, **fields: Any) -> Message | None:
         body = FrameRequest(lease=lease, rows=(0,), **fields).encode()
-        answers = self.send(peer, MessageType.FRAME, body)
-        return answers[0] if answers else None
+        replies = self.send(peer, MessageType.FRAME, body)
+        return replies[0] if replies else None
 
 
 @pytest.fixture
@@ -92,38 +92,38 @@ def host() -> Host:
 def test_users_see_their_leases_and_the_server_user_sees_all(
     host: Host, peer: Peer, lease: int, owner: str
 ) -> None:
-    answer = host.request_frames(peer, lease)
-    assert answer is not None
-    assert answer.type is MessageType.FRAME_RESULT
+    reply = host.request_frames(peer, lease)
+    assert reply is not None
+    assert reply.type is MessageType.FRAME_RESULT
     ((session, _),) = host.frame_requests
     assert session[0] == owner
 
 
 @pytest.mark.parametrize("lease", [2, 3])
 def test_leases_of_other_users_look_like_missing_ones(host: Host, lease: int) -> None:
-    answer = host.request_frames(ANN, lease)
-    assert answer is not None
-    error = ErrorBody.decode(answer.body)
+    reply = host.request_frames(ANN, lease)
+    assert reply is not None
+    error = ErrorBody.decode(reply.body)
     assert error.code is ErrorCode.LEASE_LOST
     assert error.text == f"lease {lease} does not exist, or belongs to another user"
     assert host.frame_requests == []
 
 
 def test_requests_are_rate_limited_per_user(host: Host) -> None:
-    answers = []
+    replies = []
     for _ in range(3000):
-        answers.append(host.request_frames(ANN, 1, width=1024))
+        replies.append(host.request_frames(ANN, 1, width=1024))
         host.now += 0.001
-    assert 32 * 4 - 1 <= len([*filter(None, answers)]) <= 32 * 4 + 1
+    assert 32 * 4 - 1 <= len([*filter(None, replies)]) <= 32 * 4 + 1
     assert host.request_frames(BOB, 2) is not None
     host.now += 1.0
     assert host.request_frames(ANN, 1) is not None
 
 
 def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
-    answer = host.request_frames(ANN, 1, record=True)
-    assert answer is not None
-    assert answer.payload == b"record"
+    reply = host.request_frames(ANN, 1, record=True)
+    assert reply is not None
+    assert reply.payload == b"record"
     assert host.request_frames(ANN, 1) is None
     host.now += 1.0
     assert host.request_frames(ANN, 1) is not None
@@ -135,12 +135,12 @@ def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
 )
 def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> None:
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
-    (answer,) = host.send(ANN, MessageType.FRAME, body)
-    assert ErrorBody.decode(answer.body).code is ErrorCode.BAD_MESSAGE
+    (reply,) = host.send(ANN, MessageType.FRAME, body)
+    assert ErrorBody.decode(reply.body).code is ErrorCode.BAD_MESSAGE
     assert host.frame_requests == []
 
 
-def test_the_longest_answer_fits_into_a_body() -> None:
+def test_the_longest_reply_fits_into_a_body() -> None:
     text = "\N{PILE OF POO}" * 1024
     numbers: Any = {"serial": 2**63 - 1, "seed": 2**63 - 1, "episode_steps": 2**63 - 1}
     each = RenderedFrame(row=65535, text=text, episode_return=1.5, **numbers)

@@ -44,7 +44,7 @@ class Attacker:
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
         use_user_keys(self._socket, address)
         self._socket.connect(address)
-        self.num_answers = 0
+        self.num_replies = 0
 
     def send(self, frames: Sequence[Buffer]) -> None:
         self._socket.send_multipart(frames)
@@ -53,7 +53,7 @@ class Attacker:
     def read(self) -> None:
         while self._socket.poll(0):
             self._socket.recv_multipart()
-            self.num_answers += 1
+            self.num_replies += 1
 
     def attach(self, boot: int) -> int:
         """Lease an env; return the lease's epoch."""
@@ -65,11 +65,11 @@ class Attacker:
         )
         self._socket.send_multipart(encode(message))
         while True:
-            answer = decode(self._socket.recv_multipart())
-            if answer.type is MessageType.GRANTED:
-                return answer.epoch
+            reply = decode(self._socket.recv_multipart())
+            if reply.type is MessageType.GRANTED:
+                return reply.epoch
 
-    def wait_for_answer(self, request: int) -> int:
+    def wait_for_reply(self, request: int) -> int:
         """Send HELLO, and wait for the reply, which follows all earlier messages.
 
         Return the server's boot id, which most messages must contain.
@@ -80,10 +80,10 @@ class Attacker:
             self._socket.send_multipart(encode(message))
             while self._socket.poll(1000):
                 frames = self._socket.recv_multipart()
-                self.num_answers += 1
+                self.num_replies += 1
                 if frames[0][28:36] == request.to_bytes(8, "little"):
                     return int.from_bytes(frames[0][16:24], "little")
-        raise AssertionError("no answer to 20 HELLOs")
+        raise AssertionError("expected a reply to one of 20 HELLOs; got none")
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -127,7 +127,7 @@ def messages_of_odd_values(
 ) -> Iterator[list[Buffer]]:
     """Yield well-formed control messages in which one field has an odd value.
 
-    Mutated bytes hardly ever form a valid extension type. The server refuses all of
+    Mutated bytes hardly ever form a valid extension type. The server rejects all of
     these messages: each ATTACH, which has a new session, because it requests too many
     envs, and each CALL because its name is not exposed.
     """
@@ -213,7 +213,7 @@ def test_garbage_neither_stops_the_server_nor_grows_its_memory(
     options = ("--allow-kwarg", "length", "--log-level", "error", "--drain-grace", "0")
     server = serve(*options)
     client, attacker = HonestClient(attach(server, **LONG)), attacker_of(server.address)
-    boot = attacker.wait_for_answer(1 << 49)
+    boot = attacker.wait_for_reply(1 << 49)
     valid = valid_messages(boot)
     odd = messages_of_odd_values(boot, attacker.attach(boot), random_generator)
     garbage: Iterator[Sequence[Buffer]] = itertools.chain(
@@ -228,14 +228,14 @@ def test_garbage_neither_stops_the_server_nor_grows_its_memory(
         if number % 1000 == 0:
             client.step(number // 1000)
         if number == NUM_RANDOM:
-            attacker.wait_for_answer(1 << 50)
+            attacker.wait_for_reply(1 << 50)
             before = server.resident_bytes
-    attacker.wait_for_answer(1 << 51)
+    attacker.wait_for_reply(1 << 51)
     client.step(2)
     growth = server.resident_bytes - before
     # The measured growth is 0.4 MiB. Leaking 200 bytes per message exceeds the limit.
-    assert growth < MAX_GROWTH_BYTES // 4, f"grew by {growth} bytes"
-    assert attacker.num_answers > NUM_MUTATED // 20
+    assert growth < MAX_GROWTH_BYTES // 4
+    assert attacker.num_replies > NUM_MUTATED // 20
     newcomer = attach(server, **LONG)
     HonestClient(newcomer).step(3)
     for lane in (newcomer, client.lane):
@@ -253,5 +253,5 @@ def test_endless_frames_neither_stop_the_server_nor_grow_its_memory(
     for number in range(20):
         attacker.send([b""] * 10_000)
         client.step(number)
-    attacker.wait_for_answer(1 << 50)
+    attacker.wait_for_reply(1 << 50)
     assert server.resident_bytes - before < MAX_GROWTH_BYTES

@@ -160,11 +160,11 @@ def test_an_unresponsive_name_server_does_not_block_other_connections(
     port: int, wait_until: WaitUntil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    answers = threading.Event()
+    has_replied = threading.Event()
 
     def look_up(host: str, *_: Any, **__: Any) -> list[Any]:
         asked.append(host)
-        answers.wait(300)
+        has_replied.wait(300)
         return [entry("127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
@@ -179,7 +179,7 @@ def test_an_unresponsive_name_server_does_not_block_other_connections(
         # Previous sockets stay open for a while.
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 3, 60)
         assert asked == ["sim1"] * 2
-        answers.set()
+        has_replied.set()
         wait_until(lambda: connection.poll()[1], 60)
 
 

@@ -26,7 +26,7 @@ from tests.envserve.server_process import make_config
 
 Host = Callable[..., str]
 
-#: Scripts that answer STEP with an endless stream of unsolicited messages.
+#: Scripts that reply to STEP with an endless stream of unsolicited messages.
 FLOODS = [
     *("pongs", "late results", "others' results", "no messages", "drains", "absent"),
     *("long results", "results of long frames"),
@@ -127,7 +127,7 @@ def test_a_flood_does_not_delay_the_rows_of_another_server(
     ("script", "kind"),
     [("nothing", MessageType.RESET), ("running", MessageType.STEP)],
 )
-def test_a_server_that_answers_only_pings_does_not_block_calls_forever(
+def test_a_server_that_replies_only_to_pings_does_not_block_calls_forever(
     host: Host, script: str, kind: MessageType
 ) -> None:
     is_silent = script == "nothing"
@@ -246,7 +246,7 @@ def test_a_long_error_text_is_shortened(host: Host) -> None:
     assert len(str(error.value)) < 1000
 
 
-def test_rows_that_need_too_much_memory_are_refused(host: Host) -> None:
+def test_rows_that_need_too_much_memory_are_rejected(host: Host) -> None:
     address = host("large rows", MessageType.ATTACH)
     lane = RemoteLane(address, make_config(num_envs=4096))
     started = time.monotonic()

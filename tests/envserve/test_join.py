@@ -30,7 +30,7 @@ from tests.envserve.server_process import ServerProcess
 
 RunAt = Callable[..., Any]
 
-#: Seconds within which an answer arrives on an idle machine.
+#: Seconds within which a reply arrives on an idle machine.
 SHORT = 0.5
 
 
@@ -94,7 +94,7 @@ def test_an_invitation_admits_one_client_until_it_is_removed(
 def exchange(
     connection: Connection, message: Message, seconds: float = PATIENCE
 ) -> Message | None:
-    """Send a message; return the answer, or None if none arrives in time."""
+    """Send a message; return the reply, or None if none arrives in time."""
     connection.wait(PATIENCE, for_writing=True)
     assert connection.send(encode(message))
     connection.wait(seconds, for_writing=False)
@@ -114,16 +114,16 @@ def test_an_invitation_can_only_be_used_to_join(
             message = Message(type=kind, body=Hello().encode())
             assert exchange(connection, message, SHORT) is None
         short = Message(type=MessageType.JOIN, body=b"\x81\xa6public\xc4\x01a")
-        answer = exchange(connection, short)
-        assert answer is not None
-        assert answer.type is MessageType.ERROR
-        answer = exchange(connection, joining)
-        assert answer is not None
-        assert answer.type is MessageType.JOINED
+        reply = exchange(connection, short)
+        assert reply is not None
+        assert reply.type is MessageType.ERROR
+        reply = exchange(connection, joining)
+        assert reply is not None
+        assert reply.type is MessageType.JOINED
         # The invitation is used up, even for a client that is still connected with it.
-        answer = exchange(connection, joining)
-        assert answer is not None
-        text = ErrorBody.decode(answer.body).text
+        reply = exchange(connection, joining)
+        assert reply is not None
+        text = ErrorBody.decode(reply.body).text
         assert text == "expected the key of a valid invitation"
         hello = Message(type=MessageType.HELLO)
         assert exchange(connection, hello, SHORT) is None
@@ -137,9 +137,9 @@ def test_a_client_without_an_invitation_cannot_join(
     message = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
     keys = KeyFolder(tmp_path / "client").keys_for(server.address)
     with contextlib.closing(Connection(server.address, keys)) as connection:
-        answer = exchange(connection, message)
-    assert answer is not None
-    assert answer.type is MessageType.ERROR
+        reply = exchange(connection, message)
+    assert reply is not None
+    assert reply.type is MessageType.ERROR
 
 
 def test_no_secret_is_visible_to_other_users(
@@ -169,7 +169,7 @@ def test_no_secret_is_visible_to_other_users(
     assert [secret for secret in secrets if secret in visible] == []
 
 
-def test_no_key_is_pinned_for_a_server_that_does_not_answer(
+def test_no_key_is_pinned_for_a_server_that_does_not_reply(
     run_at: RunAt, server: ServerProcess, tmp_path: Path
 ) -> None:
     line = invite(run_at, server)
@@ -216,7 +216,7 @@ def test_an_invitation_does_not_replace_the_key_of_another_server(
         f"the server was set up again, run: envserve join --replace\n"
     )
     assert file.read_text() == before
-    # Even with --replace, only an address that answers with the new key is replaced.
+    # Even with --replace, only an address that replies with the new key is replaced.
     result = run_at("client", "join", "--timeout", "20", "--replace", input=line)
     assert result.exit_code == 0, result.stderr
     joined, missing = result.stdout.splitlines()

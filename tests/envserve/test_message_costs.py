@@ -102,7 +102,7 @@ def test_every_message_is_handled_quickly() -> None:
             seconds = time.thread_time() - start
             durations[name] = min(seconds, durations.get(name, seconds))
     worst = max(durations, key=lambda name: durations[name])
-    assert durations[worst] < MAX_SECONDS, f"{worst}: {durations[worst]:.4f} s"
+    assert durations[worst] < MAX_SECONDS, worst
 
 
 def many_values(count: int) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def test_values_of_attach_are_counted_before_they_are_decoded() -> None:
     few = codec.decode(make_attach().encode()) | {"env_kwargs": many_values(200)}
     assert not errors_in(server.replies_to(MessageType.ATTACH, body=codec.encode(few)))
     many = few | {"env_kwargs": many_values(MAX_ATTACH_VALUES)}
-    (answer,) = server.replies_to(
+    (reply,) = server.replies_to(
         MessageType.ATTACH, session=12, body=codec.encode(many)
     )
-    (error,) = errors_in([answer])
+    (error,) = errors_in([reply])
     assert error.code is ErrorCode.BAD_MESSAGE
     assert f"at most {MAX_ATTACH_VALUES} values" in error.text
 

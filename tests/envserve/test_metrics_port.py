@@ -65,9 +65,9 @@ def samples(text: str) -> dict[str, float]:
 
 
 def read(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=20) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain")
-        return str(answer.read().decode())
+    with urllib.request.urlopen(address, timeout=20) as response:
+        assert response.headers["Content-Type"].startswith("text/plain")
+        return str(response.read().decode())
 
 
 def read_with_retries(address: str) -> str:

@@ -117,7 +117,7 @@ def test_report_on_the_reset_of_a_lost_block_is_checked_too(
     first = fake_pool.worker
     first.die(1)
     second = fake_pool.replace(first)
-    second.answer(report(rebuilt=[1]))  # row 1 is in the other block
+    second.reply(report(rebuilt=[1]))  # row 1 is in the other block
     fake_pool.replace_and_collect(second)
     assert second.was_killed
 
@@ -132,7 +132,7 @@ def test_a_transition_that_is_not_in_the_table_is_an_error(
     assert worker.state is WorkerState.SERVING
 
 
-def test_second_answer_to_the_same_step_is_invalid(
+def test_second_reply_to_the_same_step_is_invalid(
     fake_pool: PoolOfFakeWorkers,
 ) -> None:
     message = fake_pool.start_step()
@@ -144,7 +144,7 @@ def test_second_answer_to_the_same_step_is_invalid(
     assert culprit.was_killed
 
 
-def test_answer_written_before_the_end_still_counts(
+def test_reply_written_before_the_end_still_counts(
     fake_pool: PoolOfFakeWorkers,
 ) -> None:
     message = fake_pool.start_step()
@@ -193,7 +193,7 @@ def test_worker_that_closes_its_socket_without_exiting_is_killed(
     assert lost.text.endswith(text)
 
 
-@pytest.mark.parametrize("sign", ["end of file", "wrong answer"])
+@pytest.mark.parametrize("sign", ["end of file", "wrong reply"])
 def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     fake_pool: PoolOfFakeWorkers, sign: str
 ) -> None:

@@ -136,7 +136,7 @@ def test_scale_to_starts_only_the_missing_servers(
 @pytest.mark.parametrize(
     "words", [("--servers", "2"), ("--resources", "{}"), ("--scale-to", "2")]
 )
-def test_options_of_ray_are_refused_without_it(
+def test_options_of_ray_are_rejected_without_it(
     started: list[Any], words: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Use an invalid address, so that no server starts even if the option is accepted.

@@ -121,7 +121,7 @@ def two_workers() -> Iterator[PoolOfFakeWorkers]:
 
 
 def finish(made: PoolOfFakeWorkers) -> dict[int, Outcome]:
-    """Collect both blocks, while all workers answer their messages."""
+    """Collect both blocks, while all workers reply to their messages."""
     finished: dict[int, Outcome] = {}
     give_up_at = time.monotonic() + 40.0
     while len(finished) < 2:
@@ -135,23 +135,23 @@ def finish(made: PoolOfFakeWorkers) -> dict[int, Outcome]:
                 assert worker.receive().kind is MessageKind.SLAB
             channel = [worker.theirs] if worker.theirs.fileno() >= 0 else []
             if select.select(channel, [], [], 0)[0]:
-                worker.answer()
+                worker.reply()
     return finished
 
 
-@pytest.mark.parametrize("is_answered", [False, True])
+@pytest.mark.parametrize("has_replied", [False, True])
 @pytest.mark.parametrize("name", OVERWRITTEN)
 def test_overwritten_rows_are_lost_and_then_valid(
-    two_workers: PoolOfFakeWorkers, name: str, is_answered: bool
+    two_workers: PoolOfFakeWorkers, name: str, has_replied: bool
 ) -> None:
     pool, workers = two_workers.pool, two_workers.launcher.workers
     overwrite, lost = OVERWRITTEN[name]
     pool.submit_step([0, 1])
-    if not is_answered:
+    if not has_replied:
         overwrite(pool.rows)
     for worker in workers[:2]:
-        worker.answer()
-    if is_answered:
+        worker.reply()
+    if has_replied:
         overwrite(pool.rows)
     for block, outcome in finish(two_workers).items():
         if block in lost:
@@ -174,20 +174,20 @@ def test_a_status_that_no_fault_explains_is_a_loss(
     pool = two_workers.pool
     pool.submit_step([0, 1])
     for worker in two_workers.launcher.workers:
-        worker.answer()
+        worker.reply()
     pool.rows.status[1] = status
     finished = finish(two_workers)
     assert finished[0] == Outcome(0)
     assert_lost(pool, finished[1], "worker 1 (env 1) was replaced")
 
 
-def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
+def test_an_overwritten_reset_is_repeated_and_the_result_of_a_call_is_kept(
     two_workers: PoolOfFakeWorkers,
 ) -> None:
     pool, (first, second) = two_workers.pool, two_workers.launcher.workers
     pool.submit_reset([Reset(0)])
     pool.submit_call([Call(1, (1,), "get", "x")])
-    first.answer()
+    first.reply()
     report: dict[str, Any] = {
         "faults": [],
         "infos": {},
@@ -197,7 +197,7 @@ def test_a_finished_reset_is_repeated_and_a_finished_call_is_kept(
     }
     no_report = codec.encode(report)
     values = codec.encode([7])
-    second.answer(len(no_report).to_bytes(4, "little") + no_report + values)
+    second.reply(len(no_report).to_bytes(4, "little") + no_report + values)
     pool.rows.truncated.view(np.uint8).fill(255)
     finished = finish(two_workers)
     assert finished[0] == Outcome(0)
@@ -216,7 +216,7 @@ def test_rows_of_a_worker_that_has_died_are_not_checked(
     pool.submit_step([0, 1])
     put(pool.rows.status, 255)
     first.die(-11)
-    second.answer()
+    second.reply()
     finished = finish(two_workers)
     assert_lost(pool, finished[0], "was killed by SIGSEGV")
     assert finished[1] == Outcome(1)

@@ -108,10 +108,10 @@ def test_requests_without_the_token_are_rejected(
 ) -> None:
     headers = {"Origin": browser.headers["Origin"]}
     path = path.format(token=browser.token)
-    status, text, answered = browser.request(method, path, headers=headers)
+    status, text, received = browser.request(method, path, headers=headers)
     assert status == 403
     assert "expected a url with a token" in text.lower()
-    assert "set-cookie" not in answered
+    assert "set-cookie" not in received
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ def test_a_button_returns_the_result_of_its_function(watching: Browser) -> None:
 
 
 def test_a_flight_record_is_downloaded(watching: Browser) -> None:
-    *answer, headers = watching.request("GET", "/record/0/1/2")
-    assert answer == [200, "record of 1 2"]
+    *response, headers = watching.request("GET", "/record/0/1/2")
+    assert response == [200, "record of 1 2"]
     assert headers["content-type"] == "application/octet-stream"  # not shown as HTML
     status, text, _ = watching.request("GET", "/record/0/1/13")
     assert (status, text.partition(":")[0]) == (502, "env 13 has no flight record")
@@ -273,7 +273,7 @@ def test_a_folder_in_place_of_metrics_is_reported_until_it_is_a_file(
         assert run["error"] == ""
 
 
-def test_the_last_state_of_a_lost_server_is_sent_until_it_answers_again(
+def test_the_last_state_of_a_lost_server_is_sent_until_it_replies_again(
     watching: Browser, server: FakeServerState
 ) -> None:
     with watching.events() as events:

@@ -20,16 +20,16 @@ from envserve.wire.constants import ErrorCode
 
 def allowed_kinds(host: HostSettings, name: str) -> set[str]:
     """Return the allowed kinds of access to an attribute."""
-    refused = {}
+    rejected = {}
     for kind in ("get", "set", "call"):
         try:
             check_call(host, kind, name, 0)
         except Rejection as rejection:
-            refused[kind] = rejection.body
-    for kind, body in refused.items():
+            rejected[kind] = rejection.body
+    for kind, body in rejected.items():
         assert (body.code, body.env_index) == (ErrorCode.REFUSED, 0)
         assert f"--expose {kind}:NAME" in body.text
-    return {"get", "set", "call"} - refused.keys()
+    return {"get", "set", "call"} - rejected.keys()
 
 
 @pytest.mark.parametrize(
@@ -95,37 +95,37 @@ OTHERS = (None, [1], {"a": 1}, b"1")
 def test_an_argument_may_have_the_values_that_its_rule_allows(
     rule: str, good: tuple[Any, ...]
 ) -> None:
-    assert refused_values(rule, good) == []
+    assert rejected_values(rule, good) == []
     bad = [value for value in NUMBERS + WORDS + OTHERS if not contains(value, good)]
-    assert refused_values(rule, bad) == bad
+    assert rejected_values(rule, bad) == bad
 
 
 def contains(value: Any, values: tuple[Any, ...]) -> bool:
     return any(value == one and type(value) is type(one) for one in values)
 
 
-def refused_values(rule: str, values: Any) -> list[Any]:
-    """Return the values that a rule refuses for the argument x."""
-    refused, codes, texts = [], [], []
+def rejected_values(rule: str, values: Any) -> list[Any]:
+    """Return the values that a rule rejects for the argument x."""
+    rejected, codes, texts = [], [], []
     for value in values:
         try:
             check_kwargs(frozenset({rule}), {"x": value})
         except Rejection as rejection:
             codes.append(rejection.body.code)
             texts.append(str(rejection))
-            refused.append(value)
+            rejected.append(value)
     assert set(codes) <= {ErrorCode.REFUSED}
     assert all(f"; allowed: {rule}, and render_mode=" in text for text in texts)
-    return refused
+    return rejected
 
 
 def test_bounds_exclude_larger_and_smaller_values_and_nan() -> None:
     for value in (-1, 11, math.nan):
-        assert refused_values("x:float[0,10]", [value])
-    assert refused_values("x:int[0,10]", [11]) == [11]
+        assert rejected_values("x:float[0,10]", [value])
+    assert rejected_values("x:int[0,10]", [11]) == [11]
 
 
-def test_a_value_needs_to_match_one_of_several_rules_of_a_name() -> None:
+def test_a_value_may_match_any_of_the_rules_for_its_name() -> None:
     rules = frozenset({"x:int[0,1]", "x:fast"})
     for value in (1, "fast"):
         check_kwargs(rules, {"x": value, "render_mode": "rgb_array"})

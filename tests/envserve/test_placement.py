@@ -28,7 +28,7 @@ class Server:
     is_listed: bool = True
     is_draining: bool = False
     boot: int = 0
-    refuses: bool = False  # all leases, although it reports free envs
+    rejects: bool = False  # all leases, although it reports free envs
 
 
 @dataclass
@@ -43,7 +43,7 @@ class World:
     polled_at: float = 0.0
     num_moves: int = 0
     moved_at: list[float] = field(default_factory=list)
-    refused_at: list[float] = field(default_factory=list)
+    rejected_at: list[float] = field(default_factory=list)
 
     def connect(self, num_lanes: int) -> None:
         """Start lanes on the first servers, and vacant ones for missing servers."""
@@ -79,8 +79,8 @@ class World:
             self.silent_since.pop(lane, None)
             if lane in self.placement.targets and self.now % 5 == 0:  # episodes end
                 target = self.servers[self.placement.targets[lane]]
-                if target.refuses:
-                    self.refused_at.append(self.now)
+                if target.rejects:
+                    self.rejected_at.append(self.now)
                     self.placement.record_rejection(lane, self.now)
                 else:
                     self.moved_at.append(self.now)
@@ -88,7 +88,7 @@ class World:
             return
         at = self.placement.locations[lane]
         own = self.servers.get(at)
-        if own is not None and own.is_up and not (own.is_draining or own.refuses):
+        if own is not None and own.is_up and not (own.is_draining or own.rejects):
             self._attach(lane, at)
             return
         since = self.silent_since.setdefault(lane, self.now)
@@ -99,7 +99,7 @@ class World:
             lane,
             self.now,
             may_recover=may_recover,
-            is_ungranted=own is not None and own.refuses,
+            is_ungranted=own is not None and own.rejects,
         )
         if found is not None:
             self._attach(lane, found)
@@ -108,7 +108,7 @@ class World:
         server = self.servers[at]
         self.num_moves += 1
         self.leases[lane] = None
-        if server.is_up and self._num_free(at) >= NUM_ENVS and not server.refuses:
+        if server.is_up and self._num_free(at) >= NUM_ENVS and not server.rejects:
             self.leases[lane] = at, server.boot
             self.placement.end_search(lane)
 
@@ -287,18 +287,18 @@ def test_lanes_move_one_at_a_time_and_only_where_there_are_free_envs() -> None:
     assert world.lanes() == [1, 1, 1, 1]
 
 
-def test_lanes_try_a_server_that_refuses_them_less_and_less_often() -> None:
+def test_lanes_try_a_server_that_rejects_them_less_and_less_often() -> None:
     world = make_world(2)
     world.kill("server 1")
     world.run(10)
     assert world.lanes() == [2]
     world.start("server 1")
-    world.servers["server 1"].refuses = True
+    world.servers["server 1"].rejects = True
     world.run(1800)
-    assert 2 <= len(world.refused_at) <= 7
+    assert 2 <= len(world.rejected_at) <= 7
     assert not world.moved_at
     assert world.lanes() == [2, 0]
-    world.servers["server 1"].refuses = False
+    world.servers["server 1"].rejects = False
     world.run(1800)
     assert world.lanes() == [1, 1]
 

@@ -126,7 +126,7 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "invalid",
     [
         *([0, 0], [0, 2], [0, -1], [1, 0, 1]),
         Reset(0, env_indices=(2,)),
@@ -141,12 +141,12 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
     ids=repr,
 )
 def test_an_invalid_submission_starts_nothing(
-    make_pool: PoolMaker, refused: list[int] | Reset
+    make_pool: PoolMaker, invalid: list[int] | Reset
 ) -> None:
     pool = make_pool.and_reset(LEDGER, 4, 2)
     with pytest.raises(LocalProtocolError):
-        pool.submit_reset([refused]) if isinstance(refused, Reset) else (
-            pool.submit_step(refused)
+        pool.submit_reset([invalid]) if isinstance(invalid, Reset) else (
+            pool.submit_step(invalid)
         )
     assert not pool.is_busy
     assert not any(outcome.faults for outcome in step(pool, 1))

@@ -85,7 +85,7 @@ def test_a_pool_that_is_interrupted_during_its_start_can_start_again(
         with pytest.raises(KeyboardInterrupt) as caught:
             pool.finish_start(time.monotonic() + 20.0)
     assert not pop_harmless_mark(caught.value)
-    del caught  # its frames hold the slab
+    del caught  # its traceback keeps the slab alive
     pool.invalidate("a call was interrupted")
     pool.finish_start(time.monotonic() + 20.0)
     assert not any(outcome.faults for outcome in reset(pool))

@@ -199,8 +199,8 @@ def test_users_without_a_key_attach_without_a_rate_limit() -> None:
     assert len(server.pools) == 30
 
 
-@pytest.mark.parametrize("way", ["built", "detached", "broken"])
-def test_four_leases_of_a_user_are_built_concurrently(way: str) -> None:
+@pytest.mark.parametrize("event", ["built", "detached", "broken"])
+def test_four_leases_of_a_user_are_built_concurrently(event: str) -> None:
     server = KeyServer(grant(), grant("bob"), **FEW, envs_per_worker=100)
     server.builds_at_once = False
     for _ in range(8):
@@ -210,9 +210,9 @@ def test_four_leases_of_a_user_are_built_concurrently(way: str) -> None:
     assert ("bob", 9) in server.pools
     server.detach(("ann", 5))  # while it is queued
     assert len(server.pools) == 5
-    if way == "built":
+    if event == "built":
         server.build(("ann", 2), 1.0)
-    elif way == "detached":
+    elif event == "detached":
         server.detach(("ann", 2))
     else:
         server.pools.pop(("ann", 2)).close()

@@ -58,7 +58,7 @@ def greet_as(user: int, path: Path) -> str:
     ).stdout.strip()
 
 
-def refusal_at(path: Path) -> str:
+def bind_error_at(path: Path) -> str:
     """Start a server that cannot listen at a path; return its error message."""
     result = subprocess.run(
         command("--bind", f"ipc://{path}"),
@@ -84,7 +84,7 @@ def test_only_the_user_of_the_server_can_connect(
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert greet_as(OTHER_USER, path) == "no permission"
-    # The server also refuses if the permissions change later.
+    # The server also rejects this user if the permissions change later.
     path.parent.chmod(0o777)
     path.chmod(0o777)
     assert greet_as(OTHER_USER, path) == "0"
@@ -103,7 +103,7 @@ def test_a_socket_that_a_killed_server_left_is_replaced(
 
 def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> None:
     server = serve("--drain-grace", "0", bind=(f"ipc://{tmp_path}/envs",))
-    assert "another server listens at this path" in refusal_at(tmp_path / "envs")
+    assert "another server listens at this path" in bind_error_at(tmp_path / "envs")
     assert server.welcome().num_names > 0
     server.end(signal.SIGTERM)
     assert not (tmp_path / "envs").exists()
@@ -111,7 +111,7 @@ def test_an_address_in_use_is_not_taken_over(serve: Serve, tmp_path: Path) -> No
 
 def test_the_error_about_a_long_path_advises_a_shorter_one(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 108)
-    assert "path too long; choose a short, unused path" in refusal_at(path)
+    assert "path too long; choose a short, unused path" in bind_error_at(path)
 
 
 def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     file.write_text("all of it")
     link.symlink_to(tmp_path / "nowhere")
     for path in (file, link):
-        assert "the path is an existing file" in refusal_at(path)
+        assert "the path is an existing file" in bind_error_at(path)
     assert file.read_text() == "all of it"
     assert link.is_symlink()
 
@@ -130,10 +130,10 @@ def test_a_socket_of_another_user_is_not_replaced(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
     os.chown(path, OTHER_USER, -1)
-    assert f"user {OTHER_USER}" in refusal_at(path)
+    assert f"user {OTHER_USER}" in bind_error_at(path)
     assert path.exists()
 
 
 def test_a_missing_parent_folder_is_an_error(tmp_path: Path) -> None:
-    line = refusal_at(tmp_path / "no" / "such" / "envs")
+    line = bind_error_at(tmp_path / "no" / "such" / "envs")
     assert "No such file or directory" in line

@@ -109,7 +109,7 @@ def start_and_fail(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_unknown_client_is_refused_until_it_is_authorised(
+def test_an_unknown_client_is_rejected_until_it_is_authorised(
     server: ServerProcess, homes: Homes, lane_of: Callable[..., RemoteLane]
 ) -> None:
     lane = lane_of("ann")
@@ -121,7 +121,7 @@ def test_an_unknown_client_is_refused_until_it_is_authorised(
     assert "of ann: 4 envserve/Ledger-v0, granted" in server.log
 
 
-def test_a_client_refuses_a_server_with_another_key(
+def test_a_client_rejects_a_server_with_another_key(
     server: ServerProcess, homes: Homes
 ) -> None:
     homes.authorise("ann")
@@ -131,7 +131,7 @@ def test_a_client_refuses_a_server_with_another_key(
         request_welcome(server.address, SHORT)
 
 
-def test_a_server_with_keys_refuses_clients_without_keys(
+def test_a_server_with_keys_rejects_clients_without_keys(
     server: ServerProcess, homes: Homes
 ) -> None:
     with pytest.raises(ConnectError):
@@ -234,9 +234,9 @@ def test_an_unreadable_clients_file_neither_admits_nor_excludes_clients(
 def test_a_server_listens_for_other_hosts_once_a_client_has_a_key(
     serve: Serve, homes: Homes
 ) -> None:
-    refused = start_and_fail("--bind", "tcp://0.0.0.0:0")
-    assert refused.returncode == 2
-    *_, message = refused.stderr.splitlines(keepends=True)
+    result = start_and_fail("--bind", "tcp://0.0.0.0:0")
+    assert result.returncode == 2
+    *_, message = result.stderr.splitlines(keepends=True)
     assert message == (
         "Error: tcp://0.0.0.0:0 is reachable from other hosts, but no client has "
         'a key yet; run "envserve invite NAME --at ADDRESS" first, or bind to '
@@ -250,10 +250,10 @@ def test_a_server_listens_for_other_hosts_once_a_client_has_a_key(
 
 def test_a_key_that_others_can_read_is_not_used(homes: Homes) -> None:
     (homes.server.path / "server.key").chmod(0o644)
-    refused = start_and_fail("--bind", "tcp://127.0.0.1:0")
-    assert refused.returncode == 2
-    assert "server.key can be read by others (mode 0644); chmod 600" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    result = start_and_fail("--bind", "tcp://127.0.0.1:0")
+    assert result.returncode == 2
+    assert "server.key can be read by others (mode 0644); chmod 600" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_server_without_tcp_needs_no_keys(serve: Serve, tmp_path: Path) -> None:

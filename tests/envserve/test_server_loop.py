@@ -1,4 +1,4 @@
-"""The server's event loop logs failures, still answers clients, and continues."""
+"""The server's event loop logs failures, still replies to clients, and continues."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ class Peer:
                 return message
 
     async def request(
-        self, kind: MessageType, answer: MessageType, body: bytes = b"", **fields: Any
+        self, kind: MessageType, reply: MessageType, body: bytes = b"", **fields: Any
     ) -> Message:
         await self.send(kind, 1, body, **fields)
-        return await self.receive(answer)
+        return await self.receive(reply)
 
     async def free_envs(self) -> int:
         body = Hello().encode()
-        answer = await self.request(MessageType.HELLO, MessageType.WELCOME, body)
-        return Welcome.decode(answer.body).free_envs
+        reply = await self.request(MessageType.HELLO, MessageType.WELCOME, body)
+        return Welcome.decode(reply.body).free_envs
 
 
 @asynccontextmanager
@@ -149,9 +149,9 @@ async def test_a_message_that_the_server_fails_to_handle_is_answered_and_logged(
         await all_received(server_loop)
         assert server_loop.counters.failures == 100
         for _ in range(100 - server_loop.dropped_replies):
-            answer = await peer.receive(MessageType.ERROR)
-            body = ErrorBody.decode(answer.body)
-            assert answer.request == 9
+            reply = await peer.receive(MessageType.ERROR)
+            body = ErrorBody.decode(reply.body)
+            assert reply.request == 9
             assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
         assert await peer.free_envs() == 128
     assert "ValueError: truth value of an array" in caplog.text
@@ -202,8 +202,8 @@ async def test_too_many_open_files_end_only_one_session(
 
     monkeypatch.setattr(event_loop, "Pool", fail)
     async with running(tmp_path, launcher) as (_, peer):
-        answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
-        body = ErrorBody.decode(answer.body)
+        reply = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(reply.body)
         assert body.code is ErrorCode.ENV_START_FAILED
         assert "Too many open files" in body.text
         assert "ulimit -n" in body.text
@@ -221,8 +221,8 @@ async def test_a_failure_in_a_pool_ends_only_its_session(
 
     async with running(tmp_path, launcher) as (server_loop, peer):
         monkeypatch.setattr(Pool, "collect", fail)
-        answer = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
-        body = ErrorBody.decode(answer.body)
+        reply = await peer.request(MessageType.ATTACH, MessageType.ERROR, ATTACH)
+        body = ErrorBody.decode(reply.body)
         assert body.code is ErrorCode.INTERNAL
         assert "the pool broke" in body.text
         assert await peer.free_envs() == 128
@@ -230,7 +230,7 @@ async def test_a_failure_in_a_pool_ends_only_its_session(
     assert "RuntimeError: the pool broke" in caplog.text
 
 
-async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
+async def test_a_request_whose_reply_cannot_be_built_gets_an_error(
     tmp_path: Path,
     launcher: Launcher,
     monkeypatch: pytest.MonkeyPatch,
@@ -241,8 +241,8 @@ async def test_a_request_that_the_server_fails_to_answer_gets_an_error(
 
     async with running(tmp_path, launcher) as (server_loop, peer):
         monkeypatch.setattr(server_loop.status, "report", fail)
-        answer = await peer.request(MessageType.STATUS, MessageType.ERROR)
-        body = ErrorBody.decode(answer.body)
+        reply = await peer.request(MessageType.STATUS, MessageType.ERROR)
+        body = ErrorBody.decode(reply.body)
         assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
         assert await peer.free_envs() == 128
         assert server_loop.counters.failures == 1
@@ -264,14 +264,14 @@ async def test_a_dead_workers_block_is_absent_and_then_lost(
         os.kill(pid, signal.SIGKILL)
         actions = bytes(4 * 8)
         await peer.send(kinds.STEP, 2, actions, entries=((0, 2), (1, 2)))
-        answers = [await peer.receive(kinds.ABSENT, kinds.RESULT) for _ in range(3)]
-        received = [(answer.type, answer.entries) for answer in answers]
+        replies = [await peer.receive(kinds.ABSENT, kinds.RESULT) for _ in range(3)]
+        received = [(reply.type, reply.entries) for reply in replies]
         assert sorted(received[:2]) == [
             (kinds.RESULT, ((0, 2),)),
             (kinds.ABSENT, ((1, 2),)),
         ]
         assert received[2] == (kinds.RESULT, ((1, 2),))
-        (fault, _) = ResultReport.decode(answers[2].report).faults
+        (fault, _) = ResultReport.decode(replies[2].report).faults
         assert (fault.env_index, fault.status) == (2, Status.WORKER_DIED)
         # The next step succeeds, and one reply again contains both blocks.
         await peer.send(kinds.STEP, 3, actions, entries=((0, 3), (1, 3)))
@@ -307,7 +307,7 @@ async def test_a_step_makes_few_function_calls(
             await peer.receive(kinds.RESULT)
             sys.setprofile(None)
             counts.append(len(called))
-    # 70 if the two workers answer one by one; fewer if they answer together.
+    # 70 if the two workers reply one by one; fewer if they reply together.
     assert min(counts) <= 70, counts
 
 
@@ -348,7 +348,7 @@ async def test_other_decisions_are_carried_out_if_a_reply_fails(
         monkeypatch.undo()
     assert "a reply could not be sent" in caplog.text
     (end,) = (r for r in caplog.records if r.message.startswith("replies to"))
-    assert end.levelno == logging.INFO  # clients that are gone cause some
+    assert end.levelno == logging.INFO  # usual when clients exit
 
 
 async def test_dropped_messages_are_logged_at_the_end(

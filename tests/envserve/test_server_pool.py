@@ -47,7 +47,7 @@ def welcome(free_envs: int) -> Welcome:
 
 @pytest.fixture
 def server_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerPool]:
-    """A pool of servers that never answer."""
+    """A pool of servers that never reply."""
     monkeypatch.setattr(module, "request_welcome", silence)
     server_pool = ServerPool(ADDRESSES, insecure=True)
     yield server_pool

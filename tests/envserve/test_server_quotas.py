@@ -63,20 +63,20 @@ class KeyedPeer:
 
     def granted(self) -> Message:
         """Wait until a lease is granted."""
-        while (answer := self.receive()).type is not MessageType.GRANTED:
+        while (reply := self.receive()).type is not MessageType.GRANTED:
             pass
-        return answer
+        return reply
 
     def errors(self, count: int, sessions: Iterable[int] = ()) -> list[ErrorBody]:
-        """Wait until `count` sessions were refused; resend requests as clients do."""
+        """Wait until `count` sessions were rejected; resend requests as clients do."""
         errors: dict[int, ErrorBody] = {}
         while len(errors) < count:
             # A throttled user's messages are dropped, so resend them.
             if sessions and not self._socket.poll(1000):
                 self.attach(set(sessions) - errors.keys())
-            answer = self.receive()
-            if answer.type is MessageType.ERROR:
-                errors[answer.session] = ErrorBody.decode(answer.body)
+            reply = self.receive()
+            if reply.type is MessageType.ERROR:
+                errors[reply.session] = ErrorBody.decode(reply.body)
         return [*errors.values()]
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def test_a_user_who_attaches_without_end_leaves_processes_to_others(
     assert len(server.worker_pids) <= 8
 
 
-def test_the_audit_log_has_grants_and_refusals_of_a_key(
+def test_the_audit_log_has_grants_and_rejections_of_a_key(
     serve: Serve, folder: KeyFolder, mallory: list[KeyedPeer], tmp_path: Path
 ) -> None:
     file = tmp_path / "audit"
@@ -226,7 +226,7 @@ def test_a_user_who_floods_with_invalid_messages_is_blocked(
 
 
 @pytest.mark.parametrize("option", ["expires", "until"])
-def test_a_client_with_an_expired_key_is_refused_and_counted(
+def test_a_client_with_an_expired_key_is_rejected_and_counted(
     serve: Serve, folder: KeyFolder, wait_until: WaitUntil, option: str
 ) -> None:
     server = start(serve, folder, *OPENINGS, **{option: time.time() - 1.0})

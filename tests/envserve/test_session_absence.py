@@ -202,7 +202,7 @@ def test_a_reply_to_a_whole_request_is_dropped_after_a_reply_to_one_block() -> N
     exchange(client, server, 1.0)
     collect(client)
     (request,) = client.requests.unanswered.values()
-    answer = Message(
+    reply = Message(
         type=MessageType.RESULT,
         session=11,
         boot=server.boot,
@@ -211,7 +211,7 @@ def test_a_reply_to_a_whole_request_is_dropped_after_a_reply_to_one_block() -> N
         entries=request.entries,
         body=bytes(4 * (8 + 3 + 16)),
     )
-    client.receive(encode(answer), 1.0)
+    client.receive(encode(reply), 1.0)
     assert client.num_late_messages == 1
     assert collect(client) == []
 

@@ -115,11 +115,11 @@ def test_a_repeated_attach_creates_one_lease() -> None:
     assert state_of(client) is ClientState.READY
 
 
-def test_another_attach_in_the_same_session_is_refused() -> None:
+def test_another_attach_in_the_same_session_is_rejected() -> None:
     server, _ = make_pair()
     other = Attach(env_name="Fake-v0", num_envs=5, seed=5).encode()
-    (answer,) = server.replies_to(MessageType.ATTACH, body=other)
-    assert answer.type is MessageType.ERROR
+    (reply,) = server.replies_to(MessageType.ATTACH, body=other)
+    assert reply.type is MessageType.ERROR
     assert len(server.pools) == 1
 
 
@@ -196,14 +196,14 @@ def test_spare_envs_count_as_leased() -> None:
             {"num_envs": 8192, "num_splits": 4096},
             *(EnvStartError, "at most 4,096 blocks; got 8,192"),
         ),
-        # Workers refuse unknown names: see `test_wrapped_envs`.
+        # Workers reject unknown names: see `test_wrapped_envs`.
         (
             {"wrappers": (WrapperSpec("ActionRepeat", {"amount": 0}),)},
             *(WrapperError, "(ActionRepeat): amount: expected an int from 1 to 1000"),
         ),
     ],
 )
-def test_envs_and_arguments_that_are_not_offered_or_allowed_are_refused(
+def test_envs_and_arguments_that_are_not_offered_or_allowed_are_rejected(
     changes: dict[str, Any], kind: type[Exception], text: str
 ) -> None:
     server = FakeServer()
@@ -244,12 +244,12 @@ def test_incompatible_versions_are_an_error_on_both_sides() -> None:
     client = make_client()
     client.record_connect(0.0)
     hello = Hello(min_version=7, max_version=9).encode()
-    (answer,) = server.replies_to(
+    (reply,) = server.replies_to(
         MessageType.HELLO, version=9, boot=0, request=1, body=hello
     )
-    assert answer.version == 9, "a client of any version can read it"
-    assert ErrorBody.decode(answer.body).code is ErrorCode.VERSION_MISMATCH
-    client.receive(encode(answer), 0.0)
+    assert reply.version == 9, "a client of any version can read it"
+    assert ErrorBody.decode(reply.body).code is ErrorCode.VERSION_MISMATCH
+    client.receive(encode(reply), 0.0)
     assert isinstance(client.error, ProtocolMismatch)
     text = (
         "tcp://fake:1: the server speaks protocol 2 to 2, this client 7 to 9; install"
@@ -271,24 +271,24 @@ def test_incompatible_versions_are_an_error_on_both_sides() -> None:
 
 
 def test_messages_of_unknown_types_are_answered_with_an_error() -> None:
-    (answer,) = FakeServer().replies_to(77, request=3)
-    assert answer.request == 3
-    assert ErrorBody.decode(answer.body).code is ErrorCode.UNSUPPORTED
+    (reply,) = FakeServer().replies_to(77, request=3)
+    assert reply.request == 3
+    assert ErrorBody.decode(reply.body).code is ErrorCode.UNSUPPORTED
 
 
 @pytest.mark.parametrize("field", ["autoreset", "infos", "env_kwargs"])
-def test_an_array_in_place_of_a_string_is_refused(field: str) -> None:
+def test_an_array_in_place_of_a_string_is_rejected(field: str) -> None:
     """Comparing an array to a str returns an array, which has no truth value."""
     array = np.zeros(3)
     body = codec.decode(make_attach().encode())
     body[field] = {"render_mode": array} if field == "env_kwargs" else array
-    (answer,) = FakeServer().replies_to(MessageType.ATTACH, body=codec.encode(body))
-    code = ErrorBody.decode(answer.body).code
+    (reply,) = FakeServer().replies_to(MessageType.ATTACH, body=codec.encode(body))
+    code = ErrorBody.decode(reply.body).code
     expected = ErrorCode.REFUSED if field == "env_kwargs" else ErrorCode.BAD_MESSAGE
     assert code is expected
 
 
-def test_a_lease_whose_results_would_be_too_long_is_refused(
+def test_a_lease_whose_results_would_be_too_long_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row_bytes = 8 + 3 + 2 * 16

@@ -38,8 +38,8 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     client.send(frames)
     picture = codec.encode([bytes(300_000)])
     for block in range(8):
-        (answer,) = client.deliver_outcomes([Outcome(block, result=picture)])
-        assert bytes(answer.payload) == picture
+        (reply,) = client.deliver_outcomes([Outcome(block, result=picture)])
+        assert bytes(reply.payload) == picture
     (lease,) = [record.lease for record in client.server.protocol.leases.values()]
     assert lease is not None
     assert lease.result_cache.num_bytes == 3 * len(picture)
@@ -88,7 +88,7 @@ def test_an_absent_block_does_not_delay_the_other(client: RawClient) -> None:
     [[(0, (2,))], [(0, ())], [(0, (0, 0))], [(0, (0,)), (1, (0,))]],
     ids=["another block's", "none", "twice", "another block's, of two"],
 )
-def test_rows_outside_of_their_block_are_refused(
+def test_rows_outside_of_their_block_are_rejected(
     client: RawClient, listed: list[tuple[int, tuple[int, ...]]]
 ) -> None:
     (error,) = errors_in(client.send(call_of(client, *listed)))
@@ -141,7 +141,7 @@ def test_a_client_splits_a_call_of_many_blocks_into_messages() -> None:
 
 
 @pytest.mark.parametrize("options", [b"\xc0", codec.encode({1: 2}), b"\x81"])
-def test_options_that_are_not_a_dict_are_refused(
+def test_options_that_are_not_a_dict_are_rejected(
     client: RawClient, options: bytes
 ) -> None:
     body = codec.encode({"resets": [[None, None]], "options": options})

@@ -48,8 +48,8 @@ def reset(client: ClientSession, server: FakeServer, *resets: Reset) -> None:
 
 
 def welcome_of(server: FakeServer) -> Welcome:
-    (answer,) = server.replies_to(MessageType.HELLO, boot=0, body=Hello().encode())
-    return Welcome.decode(answer.body)
+    (reply,) = server.replies_to(MessageType.HELLO, boot=0, body=Hello().encode())
+    return Welcome.decode(reply.body)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])

@@ -1,4 +1,4 @@
-"""Messages for a lease's operations: copies, gaps, refusals and results."""
+"""Messages for a lease's operations: copies, gaps, rejections and results."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_a_copy_of_a_finished_request_gets_the_same_reply(client: RawClient) -> 
 def test_each_attempt_is_answered_once(client: RawClient) -> None:
     frames = client.step(1)
     client.send(frames)
-    answers = client.finish()
+    replies = client.finish()
     for attempt in [0, 0, 2, 2, 1, 0, 3, 3]:
-        answers += client.send(changed(frames, attempt=attempt))
-    assert [answer.attempt for answer in answers] == [0, 2, 3]
+        replies += client.send(changed(frames, attempt=attempt))
+    assert [reply.attempt for reply in replies] == [0, 2, 3]
 
 
 def test_a_reply_is_repeated_every_second_and_after_eight_copies_every_minute(
@@ -118,9 +118,9 @@ def test_a_reply_is_repeated_every_second_and_after_eight_copies_every_minute(
 
 def test_a_grant_is_repeated_every_second(client: RawClient) -> None:
     attach = client.frames(MessageType.ATTACH, (), make_attach().encode())
-    answers = [client.send(attach, after=0.5) for _ in range(5)]
+    replies = [client.send(attach, after=0.5) for _ in range(5)]
     types = [MessageType.GRANTED, MessageType.BUILDING] * 2
-    assert [one.type for (one,) in answers] == [*types, MessageType.GRANTED]
+    assert [one.type for (one,) in replies] == [*types, MessageType.GRANTED]
 
 
 def test_a_late_copy_is_ignored(client: RawClient) -> None:
@@ -162,7 +162,7 @@ def test_a_call_is_answered_again_but_not_executed_again(client: RawClient) -> N
     ],
     ids=str,
 )
-def test_an_invalid_step_is_refused_and_not_executed(
+def test_an_invalid_step_is_rejected_and_not_executed(
     client: RawClient, fields: dict[str, Any], code: ErrorCode, executed: Executed
 ) -> None:
     (error,) = errors_in(client.send(changed(client.step(1), **fields)))
@@ -170,14 +170,14 @@ def test_an_invalid_step_is_refused_and_not_executed(
     assert not client.pool.executed
 
 
-def test_the_next_seq_of_a_running_block_is_refused(client: RawClient) -> None:
+def test_the_next_seq_of_a_running_block_is_rejected(client: RawClient) -> None:
     client.send(client.step(1))
     (error,) = errors_in(client.send(client.step(1, seq=2)))
     assert error.code is ErrorCode.GAP
     assert len(client.pool.executed) == 2
 
 
-def test_an_invalid_action_is_refused_and_does_not_use_up_a_seq(
+def test_an_invalid_action_is_rejected_and_does_not_use_up_a_seq(
     client: RawClient,
 ) -> None:
     actions = np.array([1, 1, 100, 1], np.int64).tobytes()
@@ -190,16 +190,16 @@ def test_an_invalid_action_is_refused_and_does_not_use_up_a_seq(
     assert len(client.pool.executed) == 2
 
 
-def test_a_copy_of_a_refused_request_does_not_match_a_later_request(
+def test_a_copy_of_a_rejected_request_does_not_match_a_later_request(
     client: RawClient,
 ) -> None:
-    refused = client.step(100)
-    assert errors_in(client.send(refused))
+    rejected = client.step(100)
+    assert errors_in(client.send(rejected))
     client.send(client.step(5))
-    assert not client.send(changed(refused, attempt=1))
+    assert not client.send(changed(rejected, attempt=1))
     assert [actions for _, actions in client.pool.executed] == [(5, 5), (5, 5)]
     client.finish()
-    assert not client.send(changed(refused, attempt=2))
+    assert not client.send(changed(rejected, attempt=2))
 
 
 @pytest.mark.parametrize("attempt", [0, 1])
@@ -242,7 +242,7 @@ def test_a_reset_of_some_rows_with_seeds(client: RawClient) -> None:
     [{0: ((2,), None)}, {0: ((0, 0), None)}, {0: ((0,), (1, 2))}],
     ids=["another block's row", "a row twice", "too many seeds"],
 )
-def test_resets_that_do_not_fit_the_block_are_refused(
+def test_resets_that_do_not_fit_the_block_are_rejected(
     client: RawClient, resets: dict[int, Any]
 ) -> None:
     (error,) = errors_in(client.send(client.reset(resets)))
@@ -257,8 +257,8 @@ def test_a_call_that_raises_fails_and_uses_up_its_seq() -> None:
     client = RawClient(server)
     for seq in (1, 2):
         client.send(client.call(0, "call", "broken", seq=seq))
-        (answer,) = client.finish()
-        error = ResultReport.decode(answer.report).errors[0]
+        (reply,) = client.finish()
+        error = ResultReport.decode(reply.report).errors[0]
         assert error.code is ErrorCode.CALL_FAILED
     assert client.pool.executed == [(0, None), (0, None)]
 
@@ -274,7 +274,7 @@ def test_a_call_that_raises_fails_and_uses_up_its_seq() -> None:
         ("get", ""),
     ],
 )
-def test_attributes_that_are_not_exposed_are_refused(
+def test_attributes_that_are_not_exposed_are_rejected(
     client: RawClient, kind: str, name: str
 ) -> None:
     (error,) = errors_in(client.send(client.call(0, kind, name, (1,))))

@@ -34,7 +34,7 @@ from tests.envserve.session_fakes import (
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
-def test_without_any_answer_a_client_fails_with_a_connect_error(
+def test_without_any_reply_a_client_fails_with_a_connect_error(
     is_connected: bool,
 ) -> None:
     client = make_client()
@@ -152,8 +152,8 @@ def test_messages_that_only_servers_send_are_dropped() -> None:
 def test_requests_of_unknown_sessions_are_answered_with_lease_lost(
     kind: MessageType,
 ) -> None:
-    (answer,) = FakeServer().replies_to(kind, attempt=0)
-    body = ErrorBody.decode(answer.body)
+    (reply,) = FakeServer().replies_to(kind, attempt=0)
+    body = ErrorBody.decode(reply.body)
     assert body.code is ErrorCode.LEASE_LOST
     assert body.executed == 0
 
@@ -166,9 +166,9 @@ def test_an_exception_while_handling_a_message_ends_only_its_session() -> None:
     decisions = server.protocol.receive_failed((b"r", ""), encode(ping))
     server.carry_out(decisions, 0.0)
 
-    answer, session_error = map(decode, server.take_replies())
-    assert (answer.request, answer.type) == (7, MessageType.ERROR)
-    body = ErrorBody.decode(answer.body)
+    reply, session_error = map(decode, server.take_replies())
+    assert (reply.request, reply.type) == (7, MessageType.ERROR)
+    body = ErrorBody.decode(reply.body)
     assert (body.code, body.executed) == (ErrorCode.INTERNAL, Executed.UNKNOWN)
     assert ErrorBody.decode(session_error.body) == body
     assert list(server.pools) == [("", 12)]
@@ -208,7 +208,7 @@ def test_a_lease_expires_exactly_at_the_next_deadline() -> None:
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("kind", [MessageType.RESULT, MessageType.CALL_RESULT])
-def test_a_result_does_not_answer_a_hello(kind: MessageType, is_first: bool) -> None:
+def test_a_result_is_not_a_reply_to_a_hello(kind: MessageType, is_first: bool) -> None:
     client = make_client() if is_first else attach(FakeServer(boot=1))
     server = FakeServer(boot=2)
     sent: list[Message] = []
@@ -221,10 +221,10 @@ def test_a_result_does_not_answer_a_hello(kind: MessageType, is_first: bool) -> 
     exchange(client, server, 1.0, filter_request=record)
     hello = sent[-1]
     assert hello.type is MessageType.HELLO
-    answer = Message(
+    reply = Message(
         type=kind, session=hello.session, boot=server.boot, request=hello.request
     )
-    client.receive(encode(answer), 1.0)
+    client.receive(encode(reply), 1.0)
     assert client.num_late_messages == 1
     client.record_connect(1.1)
     exchange(client, server, 1.1)

@@ -60,7 +60,7 @@ def test_a_lease_that_expired_is_replaced() -> None:
     assert ("", 11) not in server.pools
 
 
-def test_the_next_server_gets_a_second_to_answer() -> None:
+def test_the_next_server_gets_a_second_to_reply() -> None:
     client = attach_and_step()
     client.record_disconnect(1.0)
     assert client.attachment.needs_server_since(3.0) == 1.0
@@ -135,7 +135,7 @@ def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost()
     assert isinstance(client.error, ServerLost)
 
 
-def test_a_refused_attach_is_retried_under_the_same_session() -> None:
+def test_a_rejected_attach_is_retried_under_the_same_session() -> None:
     """If a late copy of the ATTACH is granted, this client must own the lease."""
     client, restarted = attach_and_restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
@@ -201,7 +201,7 @@ def test_an_env_that_is_no_longer_offered_is_an_error() -> None:
 # Time limits.
 
 
-def test_a_server_that_does_not_answer_for_a_minute_is_lost() -> None:
+def test_a_server_that_does_not_reply_for_a_minute_is_lost() -> None:
     client = attach_and_step()
     client.submit_step([0, 1], 1.0)
     client.record_disconnect(1.0)
@@ -295,7 +295,7 @@ def test_a_server_that_becomes_silent_during_a_build_is_lost_in_time() -> None:
         advance_to(client, now)
         exchange(client, restarted, now)
         restarted.poll(now)
-    # The session is not lost despite the delay, because the server answers.
+    # The session is not lost despite the delay, because the server replies.
     assert state_of(client) is ClientState.ATTACHING
     client.record_disconnect(2.5)
     # The session is lost 1 s after the next request, which is sent within 2 s.
@@ -313,7 +313,7 @@ def test_the_time_limit_starts_again_after_a_new_lease() -> None:
 
 
 def test_an_earlier_loss_without_operations_in_flight_does_not_count() -> None:
-    """Without operations, no reply under the second lease ended the first loss."""
+    """The second lease gets no reply, which would end the first loss."""
     client = attach_and_step()
     client.record_connect(1.0)
     second = FakeServer(boot=2)
@@ -345,13 +345,13 @@ def test_a_closing_client_does_not_retry_for_ever() -> None:
     assert isinstance(client.error, ServerLost)
 
 
-@pytest.mark.parametrize("answer", ["detached", "lease lost", "restart"])
-def test_a_closing_client_does_not_attach_again(answer: str) -> None:
+@pytest.mark.parametrize("reason", ["detached", "lease lost", "restart"])
+def test_a_closing_client_does_not_attach_again(reason: str) -> None:
     server, client = make_pair(boot=1)
-    if answer == "lease lost":
+    if reason == "lease lost":
         server.poll(60.0)
         server.take_replies()
     client.begin_close(61.0)
-    exchange(client, FakeServer(boot=2) if answer == "restart" else server, 61.0)
+    exchange(client, FakeServer(boot=2) if reason == "restart" else server, 61.0)
     assert state_of(client) is ClientState.CLOSED
     assert not client.outbox

@@ -60,7 +60,7 @@ def test_a_late_reply_is_not_paired_with_the_next_step() -> None:
     assert not client.collect()
 
 
-def test_a_refused_action_is_an_error_and_does_not_use_up_a_seq() -> None:
+def test_a_rejected_action_is_an_error_and_does_not_use_up_a_seq() -> None:
     server, client = make_pair()
     client.rows.action[0][:] = [1, 1, 100, 1]
     client.submit_step([0, 1], 0.0)
@@ -99,23 +99,23 @@ def test_a_reply_to_another_request_is_dropped(fields: dict[str, Any]) -> None:
     server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
-    (answer,) = server.take_replies()
-    client.receive(changed(answer, **fields), 0.0)
+    (reply,) = server.take_replies()
+    client.receive(changed(reply, **fields), 0.0)
     assert client.num_late_messages == 1
     assert not client.collect()
-    client.receive(answer, 0.0)
+    client.receive(reply, 0.0)
     assert len(client.collect()) == 2
 
 
-def test_the_usual_answer_is_recognised_without_decoding_it(
+def test_the_usual_reply_is_recognised_without_decoding_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, [3, 1, 4, 1]), 0.0)
     server.finish_all(0.0)
-    (answer,) = server.take_replies()
+    (reply,) = server.take_replies()
     monkeypatch.delattr("envserve.session.client.client_session.decode")
-    client.receive(answer, 0.0)
+    client.receive(reply, 0.0)
     assert len(client.collect()) == 2
     np.testing.assert_array_equal(client.rows.reward, [3, 1, 4, 1])
     assert client.requests.next_resend() == math.inf
@@ -123,22 +123,22 @@ def test_the_usual_answer_is_recognised_without_decoding_it(
 
 @pytest.mark.parametrize("has_payload", [False, True])
 @pytest.mark.parametrize("num_bytes", [-1, 1])
-def test_an_answer_of_a_wrong_length_is_dropped(
+def test_a_reply_of_a_wrong_length_is_dropped(
     num_bytes: int, has_payload: bool
 ) -> None:
     server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, 1), 0.0)
     server.finish_all(0.0)
-    ((answer,),) = server.take_replies()
-    wrong = bytes(answer[:num_bytes]) if num_bytes < 0 else bytes(answer) + b"x"
+    ((reply,),) = server.take_replies()
+    wrong = bytes(reply[:num_bytes]) if num_bytes < 0 else bytes(reply) + b"x"
     client.receive([wrong, b"x"] if has_payload else [wrong], 0.0)
     assert client.num_late_messages == 1
     assert not client.collect()
-    client.receive([answer], 0.0)
+    client.receive([reply], 0.0)
     assert len(client.collect()) == 2
 
 
-def test_a_usual_answer_ends_the_absence_of_a_silent_server() -> None:
+def test_a_usual_reply_ends_the_absence_of_a_silent_server() -> None:
     server, client = make_pair()
     server.receive((b"r", ""), step_frames(client, 1), 0.0)
     for second in range(1, 6):
@@ -146,8 +146,8 @@ def test_a_usual_answer_ends_the_absence_of_a_silent_server() -> None:
     assert client.client_blocks.is_ready(2)
     assert client.client_blocks.absent == {0, 1}
     server.finish_all(5.0)
-    (answer,) = server.take_replies()
-    client.receive(answer, 5.0)
+    (reply,) = server.take_replies()
+    client.receive(reply, 5.0)
     assert not client.requests.liveness.is_unreachable
     assert len(collect(client)) == 2
     assert not client.client_blocks.absent

@@ -46,7 +46,7 @@ class StepInFlight:
         message = Message(type=MessageType.RESULT, entries=entries, report=report)
         self.client_blocks.accept_result(self.request, message)
         return [
-            outcome for answer in self.client_blocks._replies for outcome in answer[0]
+            outcome for reply in self.client_blocks._replies for outcome in reply[0]
         ]
 
 
@@ -87,7 +87,7 @@ def test_a_limited_number_of_warnings_is_logged_once(
     ],
     ids=["row of another block", "no row", "infos", "another block", "no block"],
 )
-def test_a_report_about_other_rows_or_blocks_than_answered_is_refused(
+def test_a_report_about_rows_or_blocks_outside_the_result_is_rejected(
     report: ResultReport,
 ) -> None:
     step = StepInFlight()

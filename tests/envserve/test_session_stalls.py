@@ -1,4 +1,4 @@
-"""Servers that answer PING, but neither answer an operation nor report it as running.
+"""Servers that reply to PING, but neither finish an operation nor report it as running.
 
 A client treats such a server as lost. It never does so with an honest server that is
 slow, paused or restarted, or that is behind a network that loses messages.
@@ -73,7 +73,7 @@ OPERATIONS = [MessageType.RESET, MessageType.STEP, MessageType.CALL]
 
 
 @pytest.mark.parametrize("kind", OPERATIONS)
-def test_a_server_that_ignores_a_request_but_answers_pings_is_lost_after_a_minute(
+def test_a_server_that_ignores_a_request_but_replies_to_pings_is_lost_after_a_minute(
     kind: MessageType,
 ) -> None:
     server, client = make_pair()
@@ -156,7 +156,7 @@ def test_an_ignored_block_is_found_while_other_blocks_are_stepped() -> None:
     assert "ignores STEP of block 1" in str(client.error)
 
 
-def test_with_padding_a_client_has_given_up_until_the_server_answers() -> None:
+def test_with_padding_a_client_has_given_up_until_the_server_replies() -> None:
     """A new lease from the same server is no reason to wait for it again."""
     client = attach_and_step(timeouts=PADS)
     server = FakeServer(boot=1)
@@ -282,7 +282,7 @@ def test_a_pong_that_lists_one_block_covers_the_whole_request() -> None:
     assert len(collect(client)) == 2
 
 
-def test_ignored_copies_from_before_an_answer_do_not_count() -> None:
+def test_ignored_copies_from_before_a_reply_do_not_count() -> None:
     server, client = make_pair()
     drop = dropping(MessageType.STEP)
     client.submit_step([0, 1], 0.0)

@@ -91,8 +91,8 @@ def test_a_message_that_fails_ends_no_session_of_another_user(
     server: FakeServer,
 ) -> None:
     ping = Message(type=MessageType.PING, session=11, boot=server.boot, epoch=1)
-    (answer,) = server.protocol.receive_failed(B, encode(ping))
-    assert answer.peer == B  # type: ignore[union-attr]
+    (reply,) = server.protocol.receive_failed(B, encode(ping))
+    assert reply.peer == B  # type: ignore[union-attr]
     assert send(server, A, MessageType.PING, epoch=1).type is MessageType.PONG
 
 
@@ -103,8 +103,8 @@ def test_many_ended_sessions_of_a_user_do_not_evict_those_of_others(
     for number in range(1000, 1300):
         send(server, B, MessageType.ATTACH, session=number, body=OTHER)
         send(server, B, MessageType.DETACH, session=number)
-    answer = send(server, A, MessageType.ATTACH, body=ATTACH)
-    assert answer.type is MessageType.DETACHED
+    reply = send(server, A, MessageType.ATTACH, body=ATTACH)
+    assert reply.type is MessageType.DETACHED
 
 
 def test_a_client_is_listed_by_its_user_and_the_name_that_it_sent(
@@ -123,5 +123,5 @@ def test_a_client_is_listed_by_its_user_and_the_name_that_it_sent(
 
 def test_envs_of_all_users_count_as_leased(server: FakeServer) -> None:
     body = Attach(env_name="Fake-v0", num_envs=125, seed=1).encode()
-    answer = send(server, B, MessageType.ATTACH, body=body)
-    assert "124 of 128 free" in ErrorBody.decode(answer.body).text
+    reply = send(server, B, MessageType.ATTACH, body=body)
+    assert "124 of 128 free" in ErrorBody.decode(reply.body).text

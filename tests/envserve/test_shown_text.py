@@ -95,7 +95,7 @@ def test_one_log_line_of_each_kind_is_admitted_per_second() -> None:
     assert throttle.admit("other", 0.2) == ""
 
 
-def test_refusals_are_logged_once_per_second_and_kind(
+def test_rejections_are_logged_once_per_second_and_kind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = FakeServer()

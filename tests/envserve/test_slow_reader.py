@@ -102,9 +102,9 @@ class SlowReader:
                 self.request(kind, self.seq)
             entries = self._entries(self.seq + 1)  # the next step, without actions
             self._send(self._reading, type=MessageType.STEP, entries=entries)
-            answer = ErrorBody.decode(self.receive(MessageType.ERROR).body)
-            if answer.code is not ErrorCode.GAP:  # the request has been executed
-                assert "expected 112896 bytes of actions" in answer.text
+            reply = ErrorBody.decode(self.receive(MessageType.ERROR).body)
+            if reply.code is not ErrorCode.GAP:  # the request has been executed
+                assert "expected 112896 bytes of actions" in reply.text
                 return
 
     def reconnect(self) -> Message:
@@ -114,7 +114,7 @@ class SlowReader:
             self.request(MessageType.STEP, self.seq, attempt, reads=True)
             if self._reading.poll(1000):
                 return decode(self._reading.recv_multipart())
-        raise AssertionError("no answer to 20 copies")
+        raise AssertionError("expected a reply to one of 19 copies; got none")
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -141,8 +141,8 @@ Begin = Callable[..., tuple[SlowReader, ServerProcess]]
 def test_the_number_of_unread_short_replies_is_bounded(
     read_slowly: Begin, join: Join
 ) -> None:
-    answer_bytes = NUM_ENVS * IMAGE_BYTES * 2
-    assert answer_bytes < 256 << 10  # so it counts as a short reply
+    reply_bytes = NUM_ENVS * IMAGE_BYTES * 2
+    assert reply_bytes < 256 << 10  # so it counts as a short reply
     reader, server = read_slowly(2, length=1000)
     other = join(server)
     other.reset()
@@ -151,7 +151,7 @@ def test_the_number_of_unread_short_replies_is_bounded(
         reader.do(MessageType.STEP)
         if number % 50 == 0:
             other.step(1)
-    assert server.resident_bytes - before < MAX_REPLIES * answer_bytes + SLACK_BYTES
+    assert server.resident_bytes - before < MAX_REPLIES * reply_bytes + SLACK_BYTES
     other.close()
 
 
@@ -174,14 +174,14 @@ def test_copies_of_a_large_reply_are_sent_once_a_second(
 def test_the_bytes_of_unread_large_replies_are_bounded(
     read_slowly: Begin,
 ) -> None:
-    answer_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # including final observations
+    reply_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # including final observations
     reader, server = read_slowly(64, length=1)
     reader.do(MessageType.STEP)  # touches the whole slab, so it counts as memory
     before = server.resident_bytes
     for _ in range(25):
         reader.do(MessageType.STEP)
-    most = 64 * MIB + answer_bytes + SLACK_BYTES
-    assert server.resident_bytes - before < most < 25 * answer_bytes // 2
+    most = 64 * MIB + reply_bytes + SLACK_BYTES
+    assert server.resident_bytes - before < most < 25 * reply_bytes // 2
     # After closing the unread connection, the client gets its reply.
-    answer = reader.reconnect()
-    assert len(answer.payload) == answer_bytes
+    reply = reader.reconnect()
+    assert len(reply.payload) == reply_bytes

@@ -61,22 +61,22 @@ STATUS = ServerStatus(
 
 
 class Servers:
-    """Servers that answer STATUS and HELLO, with a socket each, in a single thread."""
+    """Servers that reply to STATUS and HELLO, with a socket each, in one thread."""
 
-    def __init__(self, folder: Path, answering: int, silent: int = 0, old: int = 0):
+    def __init__(self, folder: Path, responsive: int, silent: int = 0, old: int = 0):
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.addresses: list[str] = []
         self.num_requests = 0
         self._poller = zmq.Poller()
         self._old: set[zmq.Socket[bytes]] = set()
         self._silent: list[zmq.Socket[bytes]] = []
-        for number in range(answering + silent + old):
+        for number in range(responsive + silent + old):
             socket = self.context.socket(zmq.ROUTER)
             self.addresses.append(f"ipc://{folder}/{number}")
             socket.bind(self.addresses[-1])
-            if number >= answering + silent:
+            if number >= responsive + silent:
                 self._old.add(socket)
-            if answering <= number < answering + silent:
+            if responsive <= number < responsive + silent:
                 self._silent.append(socket)
             else:
                 self._poller.register(socket, zmq.POLLIN)
@@ -88,10 +88,10 @@ class Servers:
         while not self._must_end.is_set():
             for socket, _ in self._poller.poll(20):
                 route, *frames = socket.recv_multipart()
-                answer = self._answer(decode(frames), socket in self._old)
-                socket.send_multipart([route, *encode(answer)])
+                reply = self._reply_to(decode(frames), socket in self._old)
+                socket.send_multipart([route, *encode(reply)])
 
-    def _answer(self, request: Message, is_old: bool) -> Message:
+    def _reply_to(self, request: Message, is_old: bool) -> Message:
         kind, body = MessageType.STATUS_RESULT, b""
         if request.type is MessageType.HELLO:
             kind, body = MessageType.WELCOME, make_welcome(total_envs=4).encode()
@@ -142,8 +142,8 @@ def test_silent_servers_are_polled_concurrently(tmp_path: Path) -> None:
         began = time.monotonic()
         poll_servers(monitored, 12.0)
         seconds = time.monotonic() - began
-        answered = [server.status is not None for server in monitored]
-    assert answered == [True] * 61 + [False] * 3
+        has_status = [server.status is not None for server in monitored]
+    assert has_status == [True] * 61 + [False] * 3
     assert seconds < 3 * 12.0
     assert "no server replied within 12 s" in monitored[-1].error
 

@@ -267,11 +267,11 @@ def test_closed_standard_streams_do_no_harm(
     assert result.read_text() == "[True, True]"
 
 
-def test_waiting_for_an_answer_sends_the_rest_of_the_request() -> None:
+def test_waiting_for_a_reply_sends_the_rest_of_the_request() -> None:
     ours, theirs = socket.socketpair()
     size = 16 << 20
 
-    def answer() -> None:
+    def reply() -> None:
         left = len(pack_message(MessageKind.REPLAY, payload=bytes(size)))
         while left:
             left -= len(theirs.recv(1 << 16))
@@ -280,7 +280,7 @@ def test_waiting_for_an_answer_sends_the_rest_of_the_request() -> None:
     with theirs:
         channel = Channel(ours)
         channel.send(pack_message(MessageKind.REPLAY, payload=bytes(size)))
-        thread = threading.Thread(target=answer, daemon=True)
+        thread = threading.Thread(target=reply, daemon=True)
         thread.start()
         until = time.monotonic() + 200
         frames: list[ChannelMessage] = []

@@ -333,7 +333,7 @@ def batched(tmp_path: Path) -> dict[str, Any]:
         ("Bare-v0", {"mode": "SameStep"}, r"expected reset\(\*, seed=None, options"),
     ],
 )
-def test_a_simulator_that_cannot_be_used_is_refused_with_a_sentence(
+def test_a_simulator_that_cannot_be_used_is_rejected_with_a_sentence(
     batched: dict[str, Any], name: str, kwargs: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(EnvStartError, match=text) as caught:

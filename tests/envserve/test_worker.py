@@ -1,4 +1,4 @@
-"""A worker builds, steps, resets and calls envs, and always answers."""
+"""A worker builds, steps, resets and calls envs, and always replies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class WorkerThread:
 
     def __init__(self, env_name: str, rows: int = 2, **build: Any) -> None:
         self.num_rows = rows
-        self.num_bytes = 0  # of the longest answer
+        self.num_bytes = 0  # of the longest reply
         self.block = Block(0, 0, rows, 0, 0)
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(60.0)

@@ -124,7 +124,7 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     context.destroy(linger=0)
 
 
-#: Keyword arguments to `connect` for clients that must be refused.
+#: Keyword arguments to `connect` for clients that must be rejected.
 UNKNOWN_CLIENTS: dict[str, dict[str, Any]] = {
     "no keys": {"pair": None},
     "another key of the server": {"pair": AUTHORISED, "server": UNKNOWN.public},
@@ -171,7 +171,7 @@ def fail(public: bytes) -> None:
 @pytest.mark.parametrize(
     "pair", [UNKNOWN, AUTHORISED, None], ids=["unknown", "known", "no"]
 )
-async def test_without_a_clear_answer_no_client_is_admitted(
+async def test_no_client_is_admitted_unless_the_handler_returns_its_grant(
     open_router: Callable[..., KeyedRouter],
     connect: Callable[..., Any],
     handler: Find | None,
@@ -216,7 +216,7 @@ async def test_an_invited_client_has_the_invitation_as_its_user(
     assert formats.decode(formats.INVITATION, user) == AUTHORISED.public
 
 
-async def test_a_refused_key_is_audited_with_its_fingerprint_and_address(
+async def test_a_rejected_key_is_audited_with_its_fingerprint_and_address(
     open_router: Callable[..., KeyedRouter], connect: Callable[..., Any]
 ) -> None:
     events: list[Audit] = []

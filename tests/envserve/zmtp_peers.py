@@ -75,11 +75,11 @@ class ZmtpPeer:
 
     def _greet(self, routing_id: bytes) -> None:
         self.socket.sendall(greeting_of(b"DEALER", routing_id))
-        answer = b""
-        while b"READY" not in answer:  # data before READY would break the handshake
+        received = b""
+        while b"READY" not in received:  # data before READY would break the handshake
             if not (data := self.socket.recv(256)):
                 raise ConnectionError("the server has closed the connection")
-            answer += data
+            received += data
 
     def send_half(self) -> None:
         """Send the first half of a frame, or of the greeting if it was not sent."""
@@ -188,7 +188,7 @@ class OneShotDealer:
 
     def is_admitted(self) -> bool:
         """Wait until the handshake has ended; return whether it has succeeded."""
-        assert self._monitor.poll(20_000), "expected a handshake to end"
+        assert self._monitor.poll(20_000), "expected the handshake to end within 20 s"
         event = recv_monitor_message(self._monitor)["event"]
         return event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 

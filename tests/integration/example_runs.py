@@ -98,7 +98,7 @@ def run_example(
                 if line.startswith(_SPEED):
                     on_trained()
     if process.returncode:
-        raise RuntimeError(f"{name} failed with exit code {process.returncode}")
+        raise RuntimeError(f"{name}: expected exit code 0; got {process.returncode}")
     speed, score = (line.rpartition(" ")[2] for line in lines[-2:])
     return Run(lines, float(speed), float(score))
 

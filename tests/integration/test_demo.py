@@ -22,8 +22,8 @@ class PageOfDemo:
 
     def __init__(self, url: str) -> None:
         self.place, self.query = url.removeprefix("http://").split("/", 1)
-        with self._ask("GET", f"/{self.query}") as answer:
-            self.cookie = answer.headers["Set-Cookie"].partition(";")[0]
+        with self._ask("GET", f"/{self.query}") as response:
+            self.cookie = response.headers["Set-Cookie"].partition(";")[0]
 
     @contextlib.contextmanager
     def _ask(
@@ -32,13 +32,13 @@ class PageOfDemo:
         connection = http.client.HTTPConnection(self.place, timeout=60)
         with contextlib.closing(connection):
             connection.request(method, path, headers=headers)
-            with connection.getresponse() as answer:
-                yield answer
+            with connection.getresponse() as response:
+                yield response
 
     def press(self, name: str) -> tuple[int, str]:
         headers = {"Cookie": self.cookie, "Origin": f"http://{self.place}"}
-        with self._ask("POST", f"/press/{name}", **headers) as answer:
-            return answer.status, answer.read().decode()
+        with self._ask("POST", f"/press/{name}", **headers) as response:
+            return response.status, response.read().decode()
 
     def row(self) -> dict[str, float]:
         """Return the run's current metrics."""

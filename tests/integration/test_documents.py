@@ -138,7 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def places(folder: Path) -> Iterator[dict[str, str]]:
+def addresses(folder: Path) -> Iterator[dict[str, str]]:
     """Replacements for the names of other hosts in commands."""
     with ExitStack() as stack:
         start = stack.enter_context
@@ -165,8 +165,8 @@ def places(folder: Path) -> Iterator[dict[str, str]]:
         }
 
 
-def placed(code: str, places: dict[str, str]) -> str:
-    for name, address in places.items():
+def with_addresses(code: str, addresses: dict[str, str]) -> str:
+    for name, address in addresses.items():
         code = code.replace(name, address)
     return code
 
@@ -188,13 +188,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").exists()
 
 
-def output_of_python(page: Path, folder: Path, places: dict[str, str]) -> str:
+def output_of_python(page: Path, folder: Path, addresses: dict[str, str]) -> str:
     """Run a page's Python code, and return its output."""
     before = BEFORE.get(page.name, "")
     code = PRELUDE + "".join(before + each for each in blocks(page, "python"))
     # TensorFlow's AutoGraph reads the source of functions from their file.
     script = folder / "script.py"
-    script.write_text(placed(code, places))
+    script.write_text(with_addresses(code, addresses))
     done = subprocess.run(
         [sys.executable, script],
         cwd=folder,
@@ -210,8 +210,8 @@ def output_of_python(page: Path, folder: Path, places: dict[str, str]) -> str:
     "page", [page for page in PAGES if blocks(page, "python")], ids=lambda p: p.name
 )
 @pytest.mark.timeout(600)
-def test_python_runs(page: Path, folder: Path, places: dict[str, str]) -> None:
-    output = output_of_python(page, folder, places)
+def test_python_runs(page: Path, folder: Path, addresses: dict[str, str]) -> None:
+    output = output_of_python(page, folder, addresses)
     if page.name == "own-algorithm.md":
         returns = [float(each) for each in re.findall(r"return (\S+)", output)]
         assert len(returns) == 25
@@ -224,13 +224,13 @@ def test_python_runs(page: Path, folder: Path, places: dict[str, str]) -> None:
     "page", [page for page in PAGES if commands(page)], ids=lambda p: p.name
 )
 @pytest.mark.timeout(600)
-def test_commands_run(page: Path, folder: Path, places: dict[str, str]) -> None:
+def test_commands_run(page: Path, folder: Path, addresses: dict[str, str]) -> None:
     for line in commands(page):
         where = [w for pattern, w in ELSEWHERE.items() if re.match(pattern, line)]
         if where:
             assert (ROOT / where[0]).exists(), line
         else:
-            run(placed(line, places), folder)
+            run(with_addresses(line, addresses), folder)
 
 
 def run(line: str, folder: Path) -> None:

@@ -49,13 +49,14 @@ class Ledger:
     * LATE: follows PENDING results, and is the result of the action that was sent for
       the first of them.
     * A loss (any other status): reported once, with reward 0, truncated and not
-      terminated. Its observation was made before any action, in an incarnation with a
-      higher number than all previous ones, or in a later episode of an incarnation in
-      which no action has been applied. Its final observation is the last one received,
-      or the one after the lost action, because local envs write a result before they
-      report it. With autoreset mode "next_step", its observation equals its final
-      observation, and the row's next OK or LATE result is the reset: reward 0, neither
-      terminated nor truncated, and the observation described above.
+      terminated. Its observation precedes the first action of an episode. This episode
+      belongs to an incarnation with a higher number than all previous ones, or is a
+      later one of an incarnation in which no action has been applied. Its final
+      observation is the last one received, or the one after the lost action, because
+      local envs write a result before they report it. With autoreset mode "next_step",
+      its observation equals its final observation, and the row's next OK or LATE result
+      is the reset: reward 0, neither terminated nor truncated, and the observation
+      described above.
 
     Attributes:
       num_rows: Number of verified rows.

@@ -251,13 +251,13 @@ def test_an_interrupted_step_may_have_been_applied_or_not() -> None:
             run.step()
 
 
-def test_the_result_of_an_interrupted_action_must_not_answer_the_next() -> None:
+def test_the_result_of_an_interrupted_action_is_not_accepted_for_the_next() -> None:
     run = CheckedRun()
     cut, actions = run.draw_actions(), run.draw_actions()
-    late_answer = run.batch.step(cut)
+    late_result = run.batch.step(cut)
     run.ledger.mark_unanswered(cut)
     with pytest.raises(LedgerError, match="env 0"):
-        run.ledger.step(actions, late_answer)
+        run.ledger.step(actions, late_result)
 
 
 def test_an_interrupt_may_discard_a_loss() -> None:

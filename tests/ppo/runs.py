@@ -148,8 +148,8 @@ class Maker:
 class Learner:
     """An agent with an updater and a rollout, which can be reset to the initial state.
 
-    Tests share learners, because the compilation of an update takes seconds. An update
-    that is run eagerly needs none.
+    Tests share learners, because the compilation of an update takes seconds. If
+    `is_eager`, updates are not compiled.
     """
 
     def __init__(

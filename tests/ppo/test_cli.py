@@ -136,7 +136,7 @@ def test_a_restartable_run_that_loses_all_servers_asks_for_a_restart(
         pytest.raises(SystemExit, match=rf"^{code}$"),
         report_errors(is_restartable=is_restartable),
     ):
-        raise ServerLost("tcp://sim1:5555: no answer for 60 s")
+        raise ServerLost("tcp://sim1:5555: no reply for 60 s")
 
 
 def test_runs_that_start_in_the_same_second_have_different_folders(
@@ -281,7 +281,7 @@ def test_own_code_is_found_from_other_working_directories_and_when_moved(
     assert changed.config.callbacks == (f"{Path.cwd()}/my.py:g",)
 
 
-def test_a_used_run_folder_is_refused(tmp_path: Path) -> None:
+def test_a_used_run_folder_is_rejected(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
     (tmp_path / "metrics.jsonl").touch()
     code, _, error = ppo("train", "cartpole", "--run-dir", tmp_path)
@@ -391,7 +391,7 @@ def test_an_interrupt_while_the_program_loads_is_exit_code_130(
         program()
 
 
-def test_an_unknown_option_is_refused() -> None:
+def test_an_unknown_option_is_rejected() -> None:
     code, _, error = ppo("train", "cartpole", "--sed", "1")
     assert code == 2
     assert "--seed" in error
@@ -506,10 +506,10 @@ def test_a_listener_thread_receives_signals() -> None:
         stop.check()
 
 
-def test_envs_that_do_not_answer_end_the_iteration_after_one_signal() -> None:
+def test_envs_that_do_not_reply_end_the_iteration_after_one_signal() -> None:
     # The listener thread and the handler ask; the step ends between the first two.
-    answers = itertools.chain([True, False], itertools.repeat(True))
-    with StopSignals(is_waiting=lambda: next(answers), stalled_seconds=0.01) as stop:
+    results = itertools.chain([True, False], itertools.repeat(True))
+    with StopSignals(is_waiting=lambda: next(results), stalled_seconds=0.01) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(TrainingStopped):
             threading.Event().wait(60)

@@ -83,8 +83,8 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int)
 def fetched(url: str) -> str:
     """Fetch a URL, with support for cookies."""
     opener = build_opener(HTTPCookieProcessor())
-    with opener.open(url, timeout=_TIMEOUT) as answer:
-        return answer.read().decode()
+    with opener.open(url, timeout=_TIMEOUT) as response:
+        return response.read().decode()
 
 
 @contextlib.contextmanager

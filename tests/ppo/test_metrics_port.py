@@ -14,8 +14,8 @@ from ppo.train import Progress
 
 
 def read(address: str) -> dict[str, float]:
-    with urllib.request.urlopen(address, timeout=60) as answer:
-        text = answer.read().decode()
+    with urllib.request.urlopen(address, timeout=60) as response:
+        text = response.read().decode()
     return {
         " ".join([name, *labels.values()]): value
         for family in text_string_to_metric_families(text)

@@ -160,7 +160,7 @@ def test_a_stop_during_an_update_waits_for_the_update(
     monkeypatch.setattr(Updater, "update", slow)
     config = OVERLAP.replace(checkpoint_every=0)
     maker = Maker(lambda num_envs: Hanging([8] * num_envs))
-    # The envs never answer, so the listener may stop the run several times.
+    # The envs never reply, so the listener may stop the run several times.
     with StopSignals(is_waiting=lambda: True, stalled_seconds=0.05) as stop:
         result = run(tmp_path / "run", config, maker, should_stop=stop.has_fired)
     assert not result.is_finished

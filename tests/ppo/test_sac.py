@@ -141,7 +141,7 @@ def test_updates_equal_their_recomputation(
         (spaces.Box(0, 255, (36, 36, 3), np.uint8), ACTIONS, "without images"),
     ],
 )
-def test_unsupported_spaces_are_refused(
+def test_unsupported_spaces_are_rejected(
     observations: Any, actions: Any, message: str
 ) -> None:
     with pytest.raises(UnsupportedSpaceError, match=message):

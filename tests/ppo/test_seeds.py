@@ -154,15 +154,15 @@ def test_the_first_signal_stops_all_seeds_and_the_second_one_at_once(
 def test_a_signal_before_the_first_seed_starts_ends_the_study(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = itertools.chain([False], itertools.repeat(True))
-    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(answers))
+    results = itertools.chain([False], itertools.repeat(True))
+    monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(results))
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
     assert "Resume with: ppo train --resume" in output
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 
-def test_monitoring_options_are_refused_for_a_study(tmp_path: Path) -> None:
+def test_monitoring_options_are_rejected_for_a_study(tmp_path: Path) -> None:
     code, _, error = ppo(*study(tmp_path / "study", "--film"))
     assert code == 2
     assert "omit these options or --seeds" in error

@@ -152,11 +152,11 @@ def test_rollout_is_one_operation_of_a_users_graph() -> None:
 def test_errors_reach_the_caller_of_a_users_graph() -> None:
     fake = CountingBatchEnv([5])
 
-    def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def nan_policy(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         return tf.fill([1, 1], np.nan), tf.zeros([1])
 
     env = in_graph(fake)
-    collect = tf.function(lambda: simulate(env, diverged, 2))
+    collect = tf.function(lambda: simulate(env, nan_policy, 2))
     with pytest.raises(DivergedError, match="finite action"), env.original_errors():
         collect()
 
@@ -248,7 +248,7 @@ def test_final_observation_must_be_finite_if_its_value_is_used(
 def test_diverged_policy_raises_another_error_than_a_faulty_env(bad: str) -> None:
     """Actions are checked before they are sent, log-probabilities after the rollout."""
 
-    def diverged(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def nan_policy(observation: Any, seed: Any) -> tuple[tf.Tensor, tf.Tensor]:
         broken = tf.where(observation[:, 0] * observation[:, 1] == 2.0, np.nan, 0.0)
         broken = tf.cast(broken, tf.float32)
         if bad == "action":
@@ -257,5 +257,5 @@ def test_diverged_policy_raises_another_error_than_a_faulty_env(bad: str) -> Non
 
     fake = CountingBatchEnv([9, 9])
     with pytest.raises(DivergedError, match=rf"Env 1 .* finite {bad}, got .*nan.*"):
-        simulate(in_graph(fake), diverged, horizon=5)
+        simulate(in_graph(fake), nan_policy, horizon=5)
     assert len(fake.actions) == (2 if bad == "action" else 5)

@@ -99,7 +99,7 @@ def test_rollout_after_an_interrupted_one_is_complete() -> None:
 
 
 def test_errors_name_the_env_index_in_the_batch() -> None:
-    def diverged(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def nan_policy(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
         log_prob = tf.where(tf.abs(noise[:, 0]) < 1e9, 0.0, np.nan)
         return tf.zeros([observation.shape[0]], tf.int64), log_prob
 
@@ -108,7 +108,7 @@ def test_errors_name_the_env_index_in_the_batch() -> None:
 
     with local(2) as batch:
         simulation = Simulation(
-            InGraphBatchEnv(batch), diverged, HORIZON, noise=draw_one_bad
+            InGraphBatchEnv(batch), nan_policy, HORIZON, noise=draw_one_bad
         )
         with pytest.raises(DivergedError, match="Env 4 "):
             simulation.run((0, 0))
@@ -121,7 +121,7 @@ def test_errors_name_the_env_index_in_the_batch() -> None:
 def test_envs_do_not_take_actions_that_are_not_finite(
     num_splits: int, act_on: float, is_in_numpy: bool
 ) -> None:
-    def diverged(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def nan_policy(observation: Any, noise: Any) -> tuple[tf.Tensor, tf.Tensor]:
         action = tf.where(noise > 0.0, np.nan, 0.0)
         return action, action[:, 0]
 
@@ -140,7 +140,7 @@ def test_envs_do_not_take_actions_that_are_not_finite(
     ) as batch:
         simulation = Simulation(
             InGraphBatchEnv(batch),
-            diverged,
+            nan_policy,
             HORIZON,
             noise=draw_one_bad,
             in_numpy=in_numpy,

@@ -94,8 +94,8 @@ def make_foreign_run(
     (path / "e.py").write_text("open('mark', 'w')\n")
 
 
-def is_refused(*arguments: object) -> bool:
-    """Return whether a command refuses to use the code, in one line."""
+def is_rejected(*arguments: object) -> bool:
+    """Return whether a command rejects the code, in one line."""
     code, _, error = ppo(*arguments)
     assert (code, error.count("\n")) == (2, 1), error
     assert not Path("mark").exists()
@@ -134,7 +134,7 @@ def test_all_code_and_servers_of_a_foreign_run_are_listed(
 
 def test_a_run_without_code_and_servers_needs_no_trust(home: Path) -> None:
     make_foreign_run({"import_modules": ["gymnasium", "envserve.envpool"]}, {})
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run")
     RunFolder.open(Path("run"))
     assert not home.exists()
 
@@ -154,14 +154,14 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
     (tmp_path / "my_env.py").touch()
     source = EnvSource(import_modules=("mine",))
     RunFolder.create(Path("run"), values, source)
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run")
     shutil.copytree("run", tmp_path / "copy")
-    assert not is_refused("evaluate", tmp_path / "copy")
+    assert not is_rejected("evaluate", tmp_path / "copy")
     RunFolder.open(tmp_path / "copy")
     # The settings that decide what runs count, others do not.
     text = Path("run/config.json").read_text()
     Path("run/config.json").write_text(text.replace('"seed": 0', '"seed": 1'))
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run")
     for old, new in [
         ("my_env.py:Walk", "my_env.py:Other"),
         ('"env_kwargs": {}', '"env_kwargs": {"command": "rm"}'),
@@ -169,7 +169,7 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
     ]:
         assert old in text
         Path("run/config.json").write_text(text.replace(old, new))
-        assert is_refused("evaluate", "run")
+        assert is_rejected("evaluate", "run")
 
 
 @pytest.mark.usefixtures("one_launcher")
@@ -188,9 +188,9 @@ def test_changed_settings_of_a_resumed_run_are_trusted(
     code, _, error = ppo(*resume, "--import", "yours.py", "--num-workers", "1")
     assert (code, "nosuch" in error) == (2, True)
     assert run.env_source().import_modules == (str(Path("yours.py").absolute()),)
-    assert not is_refused("evaluate", "run")  # the config is not saved yet
+    assert not is_rejected("evaluate", "run")  # the config is not saved yet
     run.save_config(RunFolder.open(run.path)[1].replace(callbacks=("nosuch:a",)))
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run")
 
 
 def test_replaced_code_of_a_resumed_run_is_not_trusted() -> None:
@@ -199,40 +199,40 @@ def test_replaced_code_of_a_resumed_run_is_not_trusted() -> None:
     resume = ("train", "--resume", "run", "--set", "callbacks=nosuch:a")
     code, _, error = ppo(*resume, "--import", "mine.py")
     assert (code, "nosuch" in error) == (2, True)
-    assert is_refused("evaluate", "run")
+    assert is_rejected("evaluate", "run")
 
 
 def test_trust_is_remembered_for_the_same_code_only() -> None:
     make_foreign_run({"env_name": "run/e.py:Walk"}, {})
-    assert not is_refused("evaluate", "run", "--trust")
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run", "--trust")
+    assert not is_rejected("evaluate", "run")
     # Code inside the run folder is copied with it, so its content counts.
     Path("run/helper.py").write_text("x = 1\n")
-    assert is_refused("evaluate", "run")
+    assert is_rejected("evaluate", "run")
     Path("run/helper.py").unlink()
     for name in ("run/e.py:A", "run/a:b/e.py:B"):  # also with a colon in the path
         Path("run/a:b").mkdir(exist_ok=True)
         Path("run/a:b/e.py").write_text("x = 1\n")
         text = json.dumps(PLAIN | {"network": name})
         Path("run/config.json").write_text(text)
-        assert not is_refused("evaluate", "run", "--trust")
+        assert not is_rejected("evaluate", "run", "--trust")
         Path("run/a:b/e.py").write_text("x = 2\n")
-        assert is_refused("evaluate", "run")
+        assert is_rejected("evaluate", "run")
     # A file of the same name in another place is other code.
     make_foreign_run({"network": "net.py:make"}, {}, Path("second"))
     Path("net.py").touch()
-    assert not is_refused("evaluate", "second", "--trust")
-    assert not is_refused("evaluate", "second")
+    assert not is_rejected("evaluate", "second", "--trust")
+    assert not is_rejected("evaluate", "second")
     Path("net.py").rename("second/net.py")
     text = json.dumps(PLAIN | {"network": "second/net.py:make"})
     Path("second/config.json").write_text(text)
-    assert is_refused("evaluate", "second")
+    assert is_rejected("evaluate", "second")
 
 
-def test_a_link_to_itself_is_refused_like_other_code() -> None:
+def test_a_link_to_itself_is_rejected_like_other_code() -> None:
     make_foreign_run({"network": "run/loop.py:net"}, {})
     Path("run/loop.py").symlink_to("loop.py")
-    assert is_refused("evaluate", "run")
+    assert is_rejected("evaluate", "run")
 
 
 def test_the_use_of_trusted_code_does_not_end_the_trust(
@@ -246,19 +246,19 @@ def test_the_use_of_trusted_code_does_not_end_the_trust(
     with pytest.raises(ConfigError, match="expected a function net"):
         load_user_code("network", "run/e.py:net")
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"  # for worker processes
-    assert not is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run")
 
 
-def test_what_the_user_types_needs_no_trust_and_is_not_remembered() -> None:
+def test_arguments_that_the_user_types_need_no_trust_and_are_not_remembered() -> None:
     make_foreign_run({"env_name": "run/e.py:Walk"}, {"addresses": ["tcp://evil:1"]})
     Path("e.py").touch()  # the user's own file of this name replaces that of the run
     options = ["--import", "e.py", "--connect", "local"]
-    assert not is_refused("evaluate", "run", *options)
-    assert is_refused("evaluate", "run")
-    assert is_refused("evaluate", "run", "--connect", "local")
+    assert not is_rejected("evaluate", "run", *options)
+    assert is_rejected("evaluate", "run")
+    assert is_rejected("evaluate", "run", "--connect", "local")
     # Trust in a part does not extend to the rest.
-    assert not is_refused("evaluate", "run", "--connect", "local", "--trust")
-    assert is_refused("evaluate", "run")
+    assert not is_rejected("evaluate", "run", "--connect", "local", "--trust")
+    assert is_rejected("evaluate", "run")
 
 
 @pytest.mark.parametrize(("answer", "is_accepted"), [("y\n", True), ("\n", False)])
@@ -276,7 +276,7 @@ def test_a_terminal_asks_once(answer: str, is_accepted: bool) -> None:
     assert code == 2
     assert "Use them? [y/N]" in error
     assert ("expected a checkpoint" in error) == is_accepted
-    assert is_refused("evaluate", "run") != is_accepted
+    assert is_rejected("evaluate", "run") != is_accepted
 
 
 def test_without_a_key_folder_one_warning_is_logged(
@@ -323,7 +323,7 @@ def test_a_repeated_restartable_command_needs_no_trust() -> None:
     """Its code is typed again, so it also works where nothing is remembered."""
     make_foreign_run({"env_name": str(Path("walk.py:Walk").absolute())}, {})
     command = ("train", "walk.py:Walk", "--restartable", "--run-dir", "run")
-    assert is_refused("train", "other.py:Walk", *command[2:])
+    assert is_rejected("train", "other.py:Walk", *command[2:])
     code, _, error = ppo(*command)
     assert "walk.py: no such file" in error
     assert code == 2

@@ -254,7 +254,7 @@ def test_packages_for_films_are_checked_before_tensorflow_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_an_env_that_does_not_render_is_refused_before_training(
+def test_an_env_that_does_not_render_is_rejected_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -156,7 +156,10 @@ class Endpoint(PausableProcess):
             for key in list(outbox):
                 self.link.send(outbox.pop(key))
         elif len(outbox) > 2 * self.num_envs + 2:
-            raise Violation(f"{len(outbox)} messages are queued")
+            most = 2 * self.num_envs + 2
+            raise Violation(
+                f"expected at most {most} queued messages; got {len(outbox)}"
+            )
         self._check_stalls(session)
         self._after_event(session)
         if session is not self.session or session.state.is_over:
@@ -169,7 +172,7 @@ class Endpoint(PausableProcess):
             )
 
     def _check_stalls(self, session: ClientSession) -> None:
-        """Verify that no server that answers PING is lost, unless servers may stall."""
+        """Fail if a client lost a server that replies to PING and may not stall."""
         loss = session.attachment.lost_lease
         reason = str(session.error or (loss and loss.error))
         if "the server replies, but ignores" not in reason:

@@ -35,7 +35,7 @@ class Faults:
 
     end: float = 0.6  # a running operation finishes
     lose: float = 0.0  # the envs are lost
-    silence: float = 0.0  # the server stops answering
+    silence: float = 0.0  # the server stops replying
     interrupt_waiting: float = 0.0  # KeyboardInterrupt
     draw: Callable[[], float] = field(default=lambda: 0.5)
 

@@ -56,20 +56,20 @@ class Hijacker:
         """Try to abuse one of the owner's messages before the server receives it.
 
         Raises:
-          Violation: The attempt had an effect, or its answer differs from the answer to
-          an unknown session.
+          Violation: The attempt had an effect, or its reply differs from the reply to
+            an unknown session.
         """
         self._num_messages += 1
         if self._num_messages % _MESSAGES_PER_ATTEMPT:
             return
         message = self._forge(decode(frames))
         before = _state_of(protocol)
-        answers = [
+        replies = [
             self._send(protocol, dataclasses.replace(message, session=number), now)
             for number in (message.session, message.session ^ _UNKNOWN)
         ]
-        if answers[0] != answers[1]:
-            raise Violation(f"answers reveal another user's session: {answers}")
+        if replies[0] != replies[1]:
+            raise Violation(f"replies reveal another user's session: {replies}")
         if _state_of(protocol) != before:
             raise Violation(f"another user's message changed a session: {message}")
 

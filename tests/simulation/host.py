@@ -334,8 +334,10 @@ class Host(PausableProcess):
         if self.protocol is None:
             return
         remembered = self.protocol.leases.ended_sessions.values()
-        if max(map(len, remembered), default=0) > _MAX_REMEMBERED:
-            raise Violation("a server remembers too many ended sessions")
+        if (most := max(map(len, remembered), default=0)) > _MAX_REMEMBERED:
+            raise Violation(
+                f"expected at most {_MAX_REMEMBERED} sessions per user; got {most}"
+            )
 
     def check_all_free(self) -> None:
         if (

@@ -34,7 +34,7 @@ SPEC: Final = EnvSpec(
 Operation = RunStep | Reset | Call
 
 
-def answers_to(call: Call) -> list[list[Any]]:
+def results_of(call: Call) -> list[list[Any]]:
     """Return the results of a call for its first rows; others count as too large."""
     arguments, _ = codec.decode(call.arguments, max_bytes=len(call.arguments))
     count = 1 + zlib.crc32(call.arguments) % len(call.env_indices)
@@ -106,7 +106,7 @@ class MemoryPool:
             copy_observation_to_final(self.rows, self.parts[block])
 
     def _record_call(self, call: Call) -> None:
-        for row, number in answers_to(call):
+        for row, number in results_of(call):
             self._journal.record_call(number, self.config.first_env_index + row)
 
     def _record_options(self, block: int, options: bytes) -> None:
@@ -118,7 +118,7 @@ class MemoryPool:
         """Finish an operation; the first `num_errors` rows of a step fail."""
         operation = self.running.pop(block)
         if isinstance(operation, Call):
-            return Outcome(block, result=codec.encode(answers_to(operation)))
+            return Outcome(block, result=codec.encode(results_of(operation)))
         if isinstance(operation, Reset):
             return self._finish_reset(operation)
         if block in self._lost:

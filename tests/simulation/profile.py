@@ -123,7 +123,7 @@ class Profile:
 LINGERING: Final = Profile(
     num_clients=2, copies=0.5, max_delay=60.0, delay_power=8, is_sticky=True, pace=0.1
 )
-#: Rows move between hosts that still answer; the hosts also crash and restart.
+#: Rows move between hosts that still reply; the hosts also crash and restart.
 MOVES: Final = Profile(
     num_hosts=3,
     copies=0.5,
@@ -135,8 +135,8 @@ MOVES: Final = Profile(
     fault_rate=0.02,
     faults={"move": 4.0, "crash_host": 0.5, "pause_host": 0.5, "drain_host": 0.5},
 )
-#: Servers that answer PING, but ignore operations or never finish them. With this loss,
-#: it is practically impossible that the network alone has the same effect.
+#: Servers that reply to PING, but ignore operations or never finish them. With this
+#: loss, it is practically impossible that the network alone has the same effect.
 FAULTY: Final = Profile(
     num_hosts=2,
     copies=0.2,

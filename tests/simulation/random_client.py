@@ -36,7 +36,7 @@ from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.simulation.endpoint import Endpoint
 from tests.simulation.journal import Violation, check_levels
-from tests.simulation.pool import LENGTH, SPEC, answers_to
+from tests.simulation.pool import LENGTH, SPEC, results_of
 from tests.simulation.profile import Profile, log_uniform
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class PendingOperation:
     """An operation in flight on one block.
 
     Attributes:
-      kind: "step", "refused" (a step with invalid actions), a Reset, or a Call.
+      kind: "step", "invalid step", a Reset, or a Call.
       actions: The actions of a step.
     """
 
@@ -192,7 +192,7 @@ class RandomClient(Endpoint):
         elif draw < 0.96:
             self._call(session, idle)
         elif draw < 0.98:
-            self._step(session, idle, is_refused=True)
+            self._step(session, idle, is_invalid=True)
         elif draw < 0.99:
             self._interrupt(session)
 
@@ -236,14 +236,14 @@ class RandomClient(Endpoint):
         session.submit_reset(resets, self.clock.now)
 
     def _step(
-        self, session: ClientSession, blocks: Sequence[Block], is_refused: bool = False
+        self, session: ClientSession, blocks: Sequence[Block], is_invalid: bool = False
     ) -> None:
-        """Submit a step; with `is_refused`, the actions are invalid."""
+        """Submit a step; with `is_invalid`, the actions are invalid."""
         source = self.clock.random
         for block in blocks:
             rows = _rows(block)
-            if is_refused:
-                actions, kind = np.full(len(rows), _BAD_ACTION), "refused"
+            if is_invalid:
+                actions, kind = np.full(len(rows), _BAD_ACTION), "invalid step"
             else:
                 drawn = [source.randrange(1000) for _ in rows]
                 actions, kind = np.array(drawn), "step"
@@ -294,8 +294,8 @@ class RandomClient(Endpoint):
                 self._abandoned_rows.update(rows)
         elif isinstance(operation.kind, Call):
             values = codec.decode(outcome.result)
-            if values != answers_to(operation.kind):
-                raise Violation(f"{operation.kind} was answered with {values}")
+            if values != results_of(operation.kind):
+                raise Violation(f"{operation.kind} returned {values}")
 
     def _check_step(
         self,
@@ -317,7 +317,7 @@ class RandomClient(Endpoint):
             rows.status,
             infos.simplified(),
         )
-        if operation.kind == "refused" and result.valid.any():
+        if operation.kind == "invalid step" and result.valid.any():
             raise Violation("an invalid action was executed")
         self.ledgers[-1].step(operation.actions, result, _rows(block))
         for row, status in enumerate(rows.status.tolist(), block.start):
@@ -352,7 +352,7 @@ class RandomClient(Endpoint):
     ) -> None:
         is_expected = (
             session.state is ClientState.LOST
-            or (isinstance(error, ActionError) and operation.kind == "refused")
+            or (isinstance(error, ActionError) and operation.kind == "invalid step")
             or (isinstance(operation.kind, Call) and isinstance(error, CallError))
             # A server error, or the error of an env that is being rebuilt.
             or isinstance(error, (ServerError, EnvError))
@@ -382,7 +382,7 @@ class RandomClient(Endpoint):
 
     def _check_end(self, session: ClientSession) -> None:
         if self._in_flight:
-            raise Violation(f"{self._in_flight} never ended")
+            raise Violation(f"expected no operations in flight; got {self._in_flight}")
         error = session.error
         is_fatal = isinstance(error, FATAL) and not isinstance(error, ProtocolError)
         if session.state is ClientState.LOST and not is_fatal:

@@ -110,7 +110,7 @@ class SimulatedLane(Endpoint):
         self.update()
 
     def close(self) -> None:
-        """Detach, and wait a moment for the answer."""
+        """Detach, and wait a moment for the reply."""
         if self.session is None:
             return
         self.begin_close()

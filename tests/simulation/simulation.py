@@ -31,7 +31,7 @@ _EVENTS_PER_CHECK: Final = 64
 _DRAIN_SECONDS: Final = 1000.0
 _DRAIN_EVENTS: Final = 50_000
 #: With a higher probability of lost messages, a server may seem to ignore a request:
-#: the network may lose all copies of the request or of its answer for a minute, but
+#: the network may lose all copies of the request or of its reply for a minute, but
 #: deliver PONGs.
 _MAX_LOSS: Final = 0.05
 
@@ -42,8 +42,9 @@ class Simulation:
     Attributes:
       unique_numbers: Generator of unique integers.
       endpoints: Client endpoints by number.
-      may_stall: Whether a server that answers PING may seem to ignore a request.
-      stalls: Errors of clients that treated a server as lost although it answers PING.
+      may_stall: Whether a server that replies to PING may seem to ignore a request.
+      stalls: Errors of clients that treated a server as lost although it replies to
+        PING.
       clients: Clients that use sessions directly.
       trainers: Trainers that use batches.
       faults_end_at: Number of events after which no more faults happen.

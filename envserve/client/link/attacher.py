@@ -15,7 +15,7 @@ from typing import Final
 from envserve.client.link.zmq_guards.wakeup import Waker
 
 #: Minimum pause between two checks. A check calls the functions of all lanes, because
-#: a timeout makes no descriptor readable.
+#: the descriptor of a lane does not become readable when a timeout of the lane expires.
 _CHECK_SECONDS: Final = 0.05
 #: Minimum ratio of the pause to the duration of the last check, which limits the CPU
 #: time of checks.

@@ -53,7 +53,7 @@ _RECONNECT_MAX_MS: Final = 100
 #: Networks with a longer round trip are not supported.
 _CONNECT_TIMEOUT_MS: Final = 350
 #: Time without a connection after which the next address of the host is tried. It grows
-#: with each round, because a server may be too busy to reply in time.
+#: with each round of addresses, because a server may be too busy to reply in time.
 _NEXT_ADDRESS_SECONDS: Final = 1.0
 #: Maximum time to send the DETACH to the previous server.
 _DETACH_LINGER_MS: Final = 500

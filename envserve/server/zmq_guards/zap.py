@@ -119,8 +119,8 @@ class Zap:
     def _on_requests(self) -> None:
         """Reply to requests until the turn is over or no request is left.
 
-        The descriptor is edge-triggered, so schedule another call if requests may be
-        left.
+        The descriptor is edge-triggered: it does not report requests that were left
+        unread. Schedule another call for these.
         """
         if self._scheduled is not None:
             self._scheduled.cancel()

@@ -61,11 +61,11 @@ def elastic(trial: Trial) -> None:
             leaving = servers.pop(trial.random.integers(len(servers)))
             if trial.random.random() < 0.5:  # otherwise it remains listed
                 list_file.write_text("\n".join(one.address for one in servers))
-            rows = np.flatnonzero(moves.at(leaving))
+            rows = np.flatnonzero(moves.is_on(leaving))
             end = functools.partial(_end, leaving, driver, rows, trial.random.random())
             injector.inject(trial.random.uniform(0.0, _MAX_DELAY_SECONDS), end)
             trial.result.faults += 2
-            while moves.at(leaving).any() or moves.is_moving.any():
+            while moves.is_on(leaving).any() or moves.is_moving.any():
                 moves.step(leaving)
             for _ in range(trial.random.integers(1, 50)):
                 moves.step(leaving)
@@ -99,7 +99,7 @@ class _Moves:
         num_leases = [lane.stats()["reattaches"] for lane in lanes]
         return np.repeat(num_leases, [lane.num_envs for lane in lanes])
 
-    def at(self, server: ServerProcess) -> Array:
+    def is_on(self, server: ServerProcess) -> Array:
         """Return whether each row is on a server, bool `[num_envs]`."""
         lanes = self._driver.batch.lanes
         is_there = [lane.name == server.address for lane in lanes]
@@ -107,7 +107,7 @@ class _Moves:
 
     def step(self, leaving: ServerProcess) -> None:
         """Step all rows once, while a server ends or has ended."""
-        self.is_moving |= self.at(leaving)
+        self.is_moving |= self.is_on(leaving)
         valid = self._driver.step().valid
         before, self._num_leases = self._num_leases, self._leases()
         self.num_moved += int((self._num_leases - before).sum())

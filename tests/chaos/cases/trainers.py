@@ -35,7 +35,7 @@ _LOOK_SECONDS: Final = 0.005
 _POLL_SECONDS: Final = 0.05
 _NO_FAULTS: Final = NetworkFaults()
 #: Seconds within which a trainer must be notified that its lease is lost.
-_ANSWER_SECONDS: Final = 0.5
+_NOTICE_SECONDS: Final = 0.5
 
 
 @chaos_case(
@@ -140,14 +140,14 @@ def two_trainers(trial: Trial) -> None:
     num_rounds = trial.count(1000)
     at_once = min(_AT_ONCE, num_rounds)
     lease = ("--lease-seconds", str(_LEASE_SECONDS))
-    num_refused = 0
+    num_lost = 0
     # The server has only as many envs as needed, so that the second trainers need the
     # first trainers' envs.
     with running_servers(trial, 1, at_once * _NUM_ENVS, *lease) as (server,):
         while trial.result.faults < num_rounds:
-            num_refused += _take_over(server, trial, at_once)
+            num_lost += _take_over(server, trial, at_once)
     faults = trial.result.faults
-    trial.result.check("late trainers without an error", faults - num_refused, 0, "==")
+    trial.result.check("late trainers without an error", faults - num_lost, 0, "==")
 
 
 def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
@@ -177,13 +177,13 @@ def _take_over(server: ServerProcess, trial: Trial, count: int) -> int:
             for driver in second:
                 driver.receive_rest()
                 driver.step()
-            answers = [_is_refused(driver, _ANSWER_SECONDS) for driver in late]
+            has_lost_envs = [_has_lost_envs(driver, _NOTICE_SECONDS) for driver in late]
             for driver in second:
                 driver.step()
         for index, driver in enumerate(late):
-            if answers[index] is None:  # it can reconnect now: its envs are free
-                answers[index] = _is_refused(driver, MAX_CALL_SECONDS)
-    return sum(map(bool, answers))
+            if has_lost_envs[index] is None:  # it can reconnect now: its envs are free
+                has_lost_envs[index] = _has_lost_envs(driver, MAX_CALL_SECONDS)
+    return sum(map(bool, has_lost_envs))
 
 
 def _batch_of_all(
@@ -194,7 +194,7 @@ def _batch_of_all(
     )
 
 
-def _is_refused(driver: Driver, seconds: float) -> bool | None:
+def _has_lost_envs(driver: Driver, seconds: float) -> bool | None:
     """Receive the result of a step that was sent.
 
     Returns:
