@@ -6,6 +6,7 @@ from typing import Annotated
 
 from envserve.cli.program import Option
 from ppo.cli.options import report_errors, run_folders
+from ppo.errors import OutputError
 
 
 def plot(
@@ -34,7 +35,14 @@ def plot(
             folder = runs[0] if len(runs) == 1 else Path(os.path.commonpath([*paths]))
             out = folder / f"{metric.replace('/', '_')}.png"
         elif os.path.islink(out):
-            out = out.resolve()  # write to the file that the user's link names
+            # Write to the file that the user's link names. Unlike `Path.resolve`,
+            # `realpath` accepts a link to itself.
+            out = Path(os.path.realpath(out))
+        if out.name in ("", ".."):
+            raise OutputError(
+                f"{out}: expected a writable image file, for example curves.png; got a "
+                "folder."
+            )
         out = out if out.suffix else out.with_suffix(".png")
         draw_curves(curves, metric, out)
         print(f"Plot: {out}")

@@ -78,13 +78,16 @@ def film(
         result = f"return {episode.total_reward:.1f}, {episode.length} steps"
         screen.print(f"{path}: {result}")
 
+    if outdir is None:  # a link that the user names is followed
+        run_folder.check_links("films")
+        outdir = run_folder.path / "films"
     number = counted(episodes, "episode")
     screen.phase(f"filming {number}", is_transient=True)
     evaluation = visualize_run(
         config,
         run_folder,
         rendering_env_maker(config, source.addresses, source.import_modules),
-        outdir or run_folder.path / "films",
+        outdir,
         episodes=episodes,
         on_episode=report,
         **options,

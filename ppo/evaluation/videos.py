@@ -74,14 +74,13 @@ def visualize_run(
       CheckpointError: The checkpoint does not exist, or does not match the config.
       VideoError: The env does not render, or ffmpeg is not installed.
       OutputError: A file cannot be written.
-      RunWriteError: TensorBoard's folder cannot be written, or the folder for videos
-        is a symbolic link.
+      RunWriteError: TensorBoard's folder cannot be written.
       EnvDataError: An episode does not end.
       EnvsLostError: Too many consecutive episodes had a lost step.
     """
     # Raise errors before an env starts.
     find_ffmpeg()
-    run_folder.check_links("films", "tensorboard")
+    run_folder.check_links("tensorboard")
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}

@@ -304,8 +304,11 @@ class RunFolder:
             remedy = "free some space" if is_full else "make it writable"
             if isinstance(error, OSError) and error.errno in _WRONG_KIND_ERRORS:
                 name = Path(str(error.filename)).name
-                reason = f"{name} is a symbolic link, or a file instead of a folder"
-                remedy = "replace or remove it"
+                reason, remedy = f"{name} is a symbolic link", "replace or remove it"
+                if error.errno == errno.ELOOP:
+                    remedy += f", because only {self.path} itself can be a link"
+                else:
+                    reason += ", or a file instead of a folder"
             elif isinstance(error, FileNotFoundError) or not self.path.exists():
                 reason = "the folder or a file in it was removed or renamed"
                 remedy = "resume the run in its new folder, or start a new run"

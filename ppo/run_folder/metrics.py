@@ -141,6 +141,7 @@ def _truncate_events(folder: Path, step: int) -> None:
     """
     folder.mkdir(exist_ok=True)
     path = folder / f"events.out.tfevents.{int(time.time()):010d}.0.restart"
+    path.unlink(missing_ok=True)  # a link in a stranger's run, to any file
     now = time.time()
     version = tf.compat.v1.Event(wall_time=now, file_version="brain.Event:2")
     log = tf.compat.v1.SessionLog(status=tf.compat.v1.SessionLog.START)

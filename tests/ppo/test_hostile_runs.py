@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tensorflow as tf
@@ -15,7 +16,7 @@ from ppo.config.named_configs import read_config
 from ppo.errors import BadInputError, ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter
+from ppo.run_folder.metrics import MetricsWriter, _truncate_events
 from ppo.run_folder.metrics_file import last_iteration, read_metrics, truncate_after
 from tests.ppo.runs import ppo, save_run
 
@@ -270,6 +271,11 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
         with pytest.raises(RunWriteError):
             MetricsWriter(run.path, config, resumed_from=resumed_from)
     run.metrics_path.unlink()
+    restart = run.path / "tensorboard" / "events.out.tfevents.0000000007.0.restart"
+    restart.symlink_to(tmp_path / "precious")
+    with mock.patch("ppo.run_folder.metrics.time.time", return_value=7.5):
+        _truncate_events(restart.parent, 1)
+    assert restart.is_file()
     run.metrics_path.write_text('{"steps": 1, "mean_return": 2.0}\n')
     (run.path / "mean_return.png").symlink_to(tmp_path / "precious")
     assert ppo("plot", run.path)[0] == 0
@@ -277,6 +283,8 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
     (tmp_path / "mine.png").symlink_to(tmp_path / "curves.png")
     assert ppo("plot", run.path, "--out", tmp_path / "mine.png")[0] == 0
     assert (tmp_path / "curves.png").exists()  # a link that the user named is followed
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert ppo("plot", run.path, "--out", tmp_path / "loop.png")[0] == 0
     (run.path / "mean_return.png.partial").symlink_to(tmp_path / "precious")
     assert ppo("plot", run.path)[0] == 2
     assert (tmp_path / "precious").read_text() == "x"
@@ -309,7 +317,8 @@ def test_folders_that_a_run_writes_may_not_be_links(
     Path("run", name).symlink_to(Path("precious").absolute())
     code, _, error = ppo(*command)
     assert code == 1
-    assert f"run: cannot be written, {name} is a symbolic link, or a file" in error
+    reason = f"run: cannot be written, {name} is a symbolic link; replace or remove it"
+    assert f"{reason}, because only run itself can be a link." in error
     assert sorted(Path("precious").rglob("*")) == files
 
 

@@ -121,7 +121,8 @@ def test_missing_values_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["_x", "$\\bad{$", "a$b$c", "\udcff", "\x1b[2J\n"])
 def test_curves_are_labelled_with_any_folder_name(name: str, tmp_path: Path) -> None:
-    path = run(tmp_path / name, [(10, 1.0), (20, 2.0)])
+    # `RunFolder.create` rejects a name that is not UTF-8.
+    path = run(tmp_path / "run", [(10, 1.0), (20, 2.0)]).rename(tmp_path / name)
     out = tmp_path / "curves.png"
     assert ppo("plot", path, "--out", out) == (0, f"Plot: {out}\n", "")
 
@@ -131,6 +132,7 @@ def test_settings_of_matplotlib_cannot_run_latex(
 ) -> None:
     # A file `matplotlibrc` in the working directory can contain this setting.
     monkeypatch.setitem(matplotlib.rcParams, "text.usetex", True)
+    monkeypatch.setenv("PATH", "")  # if Matplotlib runs LaTeX, it finds none
     path = run(tmp_path / "a", [(10, 1.0), (20, 2.0)])
     assert ppo("plot", path)[0] == 0
 
@@ -156,8 +158,8 @@ def test_ppo_plot_writes_a_png_or_reports_why_it_cannot(tmp_path: Path) -> None:
     default = runs[0] / "mean_return.png"
     assert ppo("plot", runs[0]) == (0, f"Plot: {default}\n", "")
     assert default.exists()
-    for name in ("curves.gif7", "missing/curves.png", "x" * 300):
+    for name in ("curves.gif7", "missing/curves.png", "x" * 300, "/", ".."):
         code, _, error = ppo("plot", *runs, "--out", tmp_path / name)
         assert code == 2
-        assert "expected a writable image file" in error
+        assert "expected a writable image file, for example curves.png" in error
         assert error.count("\n") == 1

@@ -64,6 +64,7 @@ def test_ppo_visualize_records_complete_episodes_of_a_run_that_was_moved(
     config = CONFIG.replace(env_kwargs={"length": 4}, spare_envs=True)
     save_run(tmp_path / "made", config, iterations=(1, 2))
     (tmp_path / "made").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "films").symlink_to(tmp_path)  # not used with --outdir
     outdir = Path("10:30", "films")  # to ffmpeg, "10:" looks like a protocol
     code, output, error = ppo(
         *("visualize", tmp_path / "moved", "--outdir", outdir, "--episodes", 3),
