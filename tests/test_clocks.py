@@ -31,7 +31,7 @@ STAMPS = {
     "tests/chaos/cli.py:chaos: datetime.now",
     "tests/chaos/case_tables.py:_save: datetime.now",
     "ppo/cli/run_setup.py:create_folder: time.strftime",
-    "ppo/run_folder/metrics.py:_truncate_events: time.time",
+    "ppo/run_folder/metrics.py:truncate_events: time.time",
     "envserve/keys/key_folder.py:write_key: datetime.now",
     "envserve/server/audit.py:write: datetime.now",
 }

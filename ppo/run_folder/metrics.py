@@ -63,7 +63,7 @@ class MetricsWriter:
         with self._writing():
             if resumed_from is not None:
                 truncate_after(self._path, iteration)
-                _truncate_events(events, steps + 1)
+                truncate_events(events, steps + 1)
             self._events = tf.summary.create_file_writer(str(events))
             if not iteration:
                 with self._events.as_default(step=0):
@@ -132,7 +132,7 @@ def _write_config(config: Config) -> None:
     hparams.hparams(plain)
 
 
-def _truncate_events(folder: Path, step: int) -> None:
+def truncate_events(folder: Path, step: int) -> None:
     """Make TensorBoard discard the events from `step` on.
 
     TensorBoard reads event files in the order of their names, which begin with the

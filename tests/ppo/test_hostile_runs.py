@@ -16,7 +16,7 @@ from ppo.config.named_configs import read_config
 from ppo.errors import BadInputError, ConfigError, RunFolderError, RunWriteError
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
-from ppo.run_folder.metrics import MetricsWriter, _truncate_events
+from ppo.run_folder.metrics import MetricsWriter, truncate_events
 from ppo.run_folder.metrics_file import last_iteration, read_metrics, truncate_after
 from tests.ppo.runs import ppo, save_run
 
@@ -274,7 +274,7 @@ def test_files_that_a_run_writes_are_not_written_through_links(tmp_path: Path) -
     restart = run.path / "tensorboard" / "events.out.tfevents.0000000007.0.restart"
     restart.symlink_to(tmp_path / "precious")
     with mock.patch("ppo.run_folder.metrics.time.time", return_value=7.5):
-        _truncate_events(restart.parent, 1)
+        truncate_events(restart.parent, 1)
     assert restart.is_file()
     run.metrics_path.write_text('{"steps": 1, "mean_return": 2.0}\n')
     (run.path / "mean_return.png").symlink_to(tmp_path / "precious")
