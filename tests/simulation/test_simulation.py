@@ -86,10 +86,13 @@ def test_a_faulty_server_that_replies_to_pings_causes_no_wrong_transition(
     num_clients = 0 if num_trainers else 2
     profile = replace(FAULTY, num_trainers=num_trainers, num_clients=num_clients)
     stalls, num_valid = set[str](), 0
-    for index in range(SEEDS_PER_PROFILE):
+    # Only one simulation in about five contains a stall.
+    for index in range(30):
         simulation = simulate(random_seed + index, EVENTS_PER_PROFILE, profile)
         stalls |= simulation.stalls
         num_valid += sum(ledger.num_valid for ledger in simulation.ledgers)
+        if stalls and num_valid > 500:
+            break
     assert num_valid > 500
     assert stalls
 
