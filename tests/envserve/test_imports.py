@@ -247,6 +247,11 @@ EXITS = {
     "KeyboardInterrupt": "raise KeyboardInterrupt",
     "GeneratorExit": "raise GeneratorExit",
     "BaseException: all": "raise BaseException('all')",
+    "SilentError: <exception str() failed>": (
+        "class SilentError(Exception):\n"
+        "    def __str__(self): raise RuntimeError\n"
+        "raise SilentError"
+    ),
 }
 
 
