@@ -57,6 +57,14 @@ def one_line(text: str, max_length: int | None = None) -> str:
     return line[:max_length]
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception, or a fixed text if its `__str__` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
 def printable(text: str) -> str:
     """Return text in which all unprintable characters except newlines are escaped."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))

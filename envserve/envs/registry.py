@@ -29,7 +29,7 @@ from gymnasium.error import DependencyNotInstalled
 from envserve.envs import user_envs
 from envserve.envs.user_envs import is_user_env, split_reference, writable_by_others
 from envserve.errors import BAD_ARGUMENT, EnvStartError, UnknownEnv
-from envserve.text import did_you_mean, install_command
+from envserve.text import did_you_mean, install_command, message_of
 from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
@@ -146,7 +146,7 @@ def _import_module(module: str) -> ModuleType:
         hint = f"; {_install_command(error) or _INSTALL_HINT}" if is_missing else ""
         raise EnvStartError(
             f"expected a module or file that registers envs; importing {module!r} "
-            f"failed with {type(error).__name__}: {error}{where}{hint}"
+            f"failed with {type(error).__name__}: {message_of(error)}{where}{hint}"
         ) from error
     finally:
         if os.getpid() != pid:  # this is a child process that the module has forked

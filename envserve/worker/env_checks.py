@@ -19,7 +19,7 @@ from envserve.settings import EnvRequest, NonFinite
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import Array, Leaf, flatten
 from envserve.spaces.variable_length import encode_row
-from envserve.text import with_article
+from envserve.text import message_of, with_article
 
 
 class SpaceViolation(Exception):
@@ -222,7 +222,7 @@ def step_result_violation(error: Exception) -> SpaceViolation | None:
     The error comes from a worker's block or from one of Gymnasium's wrappers, because
     both unpack the values. Return None for all other errors.
     """
-    text, trace = str(error), error.__traceback__
+    text, trace = message_of(error), error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = str(trace and trace.tb_frame.f_globals.get("__name__"))

@@ -23,7 +23,7 @@ import numpy as np
 from envserve.crashes.action_ring import ActionRing
 from envserve.lane import MAX_JPEG_BYTES, MAX_TEXT, RenderedFrame
 from envserve.slab import next_beat
-from envserve.text import install_command, without_folders
+from envserve.text import install_command, message_of, without_folders
 from envserve.worker import unpatched
 from envserve.worker.frame_board import FrameBoard
 
@@ -110,8 +110,8 @@ class FrameRenderer:
             frame = self._blocks[row].render(row)
             jpeg = encode_jpeg(frame, width)
         except Exception as error:
-            name = type(error).__name__
-            frame, jpeg = without_folders(f"render() raised {name}: {error}"), b""
+            text = f"render() raised {type(error).__name__}: {message_of(error)}"
+            frame, jpeg = without_folders(text), b""
         crashes[worker] = 0 if jpeg else crashes[worker] - 1
         if jpeg or isinstance(frame, str):
             return jpeg, "" if jpeg else _ANSI_COLOURS.sub("", frame)

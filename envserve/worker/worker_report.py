@@ -24,7 +24,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.info_columns import RowInfos, read_columns, split_infos
 from envserve.spaces.infos import InfoBudget, PackedInfo, encode_infos
-from envserve.text import exception_line, one_line
+from envserve.text import exception_line, message_of, one_line
 from envserve.worker.env_checks import SpaceViolation
 
 _MAX_SPACES_BYTES: Final = 16 << 20
@@ -235,11 +235,7 @@ def _last_line_of(error: BaseException) -> str:
     name = kind.__qualname__
     if kind.__module__ not in ("__main__", "builtins"):
         name = f"{kind.__module__}.{name}"
-    try:
-        text = str(error)
-    except Exception:
-        text = "<exception str() failed>"
-    return f"{name}: {text}\n"
+    return f"{name}: {message_of(error)}\n"
 
 
 def utf8_tail(text: str) -> str:

@@ -39,6 +39,11 @@ class Clock:
         return self.now
 
 
+class SilentError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("the server is gone")
+
+
 class Shown:
     """An env whose frame, exception and rendering time the test sets."""
 
@@ -207,6 +212,7 @@ def test_corrupt_requests_do_not_prevent_new_ones() -> None:
         (7, "got int"),
         (np.zeros((4, 4, 3)), "got float64[4, 4, 3]"),
         (np.zeros((0, 4, 3), np.uint8), "render() raised"),
+        (SilentError(), "render() raised SilentError: <exception str() failed>"),
         (ZeroDivisionError("by /srv/sim/env.py"), "ZeroDivisionError: by env.py"),
         ("\x1b[31;1mS\x1b[0m F", "S F"),
         ("\x1b[H" + "a" * 5000, "\\x1b[Ha"),

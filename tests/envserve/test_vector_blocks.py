@@ -297,6 +297,12 @@ class Counts(gymnasium.vector.VectorEnv):
         if self.has_final: infos["final_obs"] = final
         return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
 
+class SilentError(ValueError):
+    def __str__(self): raise RuntimeError("the server is gone")
+
+class Silent(Counts):
+    def step(self, actions): raise SilentError
+
 class Bare(Counts):
     def reset(self): return super().reset()
 
@@ -313,6 +319,7 @@ class Odd(Counts):
     def step(self, actions): return super().step(actions)[:4]
 
 gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
+gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
@@ -356,6 +363,18 @@ def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(
         batch.reset()
         with pytest.raises(EnvError, match=r"expected step\(\) to .*; got 4 values"):
             batch.step([0] * 4)
+
+
+def test_an_exception_without_a_text_does_not_end_the_worker(
+    batched: dict[str, Any],
+) -> None:
+    kwargs = {"mode": "SameStep"}
+    with BatchEnv.local("Silent-v0", 4, 2, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        step = batch.step([0] * 4)
+    assert step.status.tolist() == [Status.ENV_ERROR] * 4
+    cause = "counts_file.SilentError: <exception str() failed>"
+    assert cause in step.infos[0]["fault"]["text"]
 
 
 def test_missing_final_observations_are_an_error_and_not_a_lost_episode(
