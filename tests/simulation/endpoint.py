@@ -25,6 +25,8 @@ _CONNECT_SECONDS: Final = 10.0
 _LOST_SECONDS: Final = 60.0
 #: The interval of pings; silence is detected only after the next ping.
 _PING_SECONDS: Final = 1.0
+#: Seconds after which a session without envs tries another host.
+_SEARCH_SECONDS: Final = 10.0
 _MARGIN_SECONDS: Final = 1e-6
 
 
@@ -69,6 +71,19 @@ class Endpoint(PausableProcess):
         """Stop all faults of this endpoint."""
         self.link.stop_faults(profile)
         self.wake()
+        self._find_envs()
+
+    def _find_envs(self) -> None:
+        """Try the hosts in turn, as a client does, until one of them has free envs.
+
+        Otherwise, a session that was moved to a full host would wait for ever.
+        """
+        if self.session is None or not self.session.attachment.is_recovering:
+            return
+        hosts = self.simulation.hosts
+        if self.link.host is not None:
+            self.move(hosts[(hosts.index(self.link.host) + 1) % len(hosts)])
+        self.schedule(_SEARCH_SECONDS, self._find_envs)
 
     # Sessions.
 
