@@ -8,8 +8,9 @@ process is replaced.
 from __future__ import annotations
 
 from bisect import bisect_left
-from time import perf_counter_ns
 from typing import Final
+
+from envserve.worker.unpatched import perf_counter_ns
 
 #: Upper bounds of the buckets in seconds; one more bucket counts longer durations.
 BOUNDS: Final = (

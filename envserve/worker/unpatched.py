@@ -5,8 +5,13 @@ replacements need an event loop, which the template and the workers do not run, 
 workers before the template can. Other modules (freezegun) stop or set the clocks, so
 that no timeout of the template would expire. Therefore, the template imports this
 module before any user module.
+
+Freezegun replaces the clocks in all modules that contain them, including this one.
+Therefore, this module contains them only inside of `partial` objects.
 """
 
+import time
+from functools import partial
 from os import fork as fork
 from os import read as read
 from os import waitid as waitid
@@ -15,6 +20,8 @@ from os import write as write
 from select import poll as poll
 from signal import signal as signal
 from socket import socket as socket
-from time import monotonic as monotonic
-from time import monotonic_ns as monotonic_ns
-from time import perf_counter as perf_counter
+
+monotonic = partial(time.monotonic)
+monotonic_ns = partial(time.monotonic_ns)
+perf_counter = partial(time.perf_counter)
+perf_counter_ns = partial(time.perf_counter_ns)

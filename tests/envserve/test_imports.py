@@ -328,7 +328,7 @@ def test_forked_copies_of_a_process_end_and_the_process_works(
 
 
 PATCHES = """
-import os, select, signal, socket, time
+import os, select, signal, socket, sys, time
 
 def replaced(*args, **kwargs): raise RuntimeError("needs an event loop")
 
@@ -339,7 +339,12 @@ patch(os, "fork", "read", "waitid", "waitpid", "write")
 patch(select, "poll", "select")
 patch(signal, "signal")
 patch(socket, "socket")
-patch(time, "monotonic", "monotonic_ns", "perf_counter", "time")
+clocks = "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "time"
+CLOCKS = {id(getattr(time, name)) for name in clocks}
+for name, module in [*sys.modules.items()]:
+    if not name.startswith(("multiprocessing", "queue", "threading")):
+        values = [*vars(module).items()]
+        patch(module, *[key for key, value in values if id(value) in CLOCKS])
 """
 
 
@@ -347,7 +352,10 @@ patch(time, "monotonic", "monotonic_ns", "perf_counter", "time")
 def test_functions_that_an_import_replaces_are_not_used_in_workers(
     folder: Path, capfd: pytest.CaptureFixture[str], preload: bool
 ) -> None:
-    """Gevent, eventlet and freezegun replace functions of the standard library."""
+    """Gevent and eventlet replace functions of the standard library.
+
+    Freezegun replaces clocks, in all modules that have imported them.
+    """
     text = f"""
 {PATCHES}
 class E(Draw):
