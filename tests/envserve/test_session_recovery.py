@@ -9,6 +9,7 @@ import pytest
 
 from envserve.errors import ServerLost
 from envserve.lane import Reset
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.slab import Status
 from tests.envserve.interrupts import run_traced
@@ -295,3 +296,27 @@ def test_an_invalidation_that_is_interrupted_at_any_line_returns_the_old_lease(
         assert len(server.pools) == (then == "invalidate"), line
         end = ClientState.READY if then == "invalidate" else ClientState.CLOSED
         assert state_of(client) is end, line
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_close_that_is_interrupted_at_any_line_returns_all_leases(
+    is_lost: bool,
+) -> None:
+    """The caller repeats it (see `RemoteLane.close`)."""
+
+    def make() -> tuple[FakeServer, ClientSession]:
+        server, client = make_pair()
+        if is_lost:
+            client.invalidate("interrupted", 1.0)
+            client.outbox.clear()  # its DETACH was not sent
+        return server, client
+
+    _, client = make()
+    lines = run_traced(lambda: client.begin_close(1.0), -1)
+    for number, line in enumerate(lines, 1):
+        server, client = make()
+        run_traced(partial(client.begin_close, 1.0), number)
+        client.begin_close(1.0)
+        assert finish(client, server, 1.0) == []
+        assert not server.pools, line
+        assert state_of(client) is ClientState.CLOSED, line

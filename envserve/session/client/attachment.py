@@ -511,18 +511,21 @@ class Attachment:
     # Ending the session.
 
     def detach(self, now: float) -> None:
-        """Discard all operations, and return the envs to the server."""
-        loss, self.lost_lease = self.lost_lease, None
+        """Discard all operations, and return the envs to the server.
+
+        The state changes last, so an interrupted call can be repeated.
+        """
         self._requests.clear()
         if self.client_blocks is not None:
             self.client_blocks.discard_all()
+        if self.lost_lease is not None:  # its DETACH may not have been sent yet
+            self._requests.send_detach(self.lost_lease.detach_frames)
         if self.machine.state in (ClientState.ATTACHING, ClientState.READY):
-            self.machine.change_to(ClientState.CLOSING)
             self._requests.send(Request(MessageType.DETACH), now)
+            self.machine.change_to(ClientState.CLOSING)
         else:
             self.machine.change_to(ClientState.CLOSED)
-        if loss is not None:  # its DETACH may not have been sent yet
-            self._requests.send_detach(loss.detach_frames)
+        self.lost_lease = None
 
     def close(self) -> None:
         """Change to CLOSED, because the envs were returned to the server."""
