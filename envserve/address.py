@@ -12,7 +12,7 @@ from envserve.errors import AddressError
 
 DEFAULT_PORT: Final = 5555
 _ADDRESS: Final = re.compile(
-    r"((tcp|dns)://)?(?P<host>\[[^]]+\]|[^:/\[\]\s]+)(:(?P<port>[0-9]{1,5}))?"
+    r"((tcp|dns)://)?(?P<host>\[[^]%][^]]*\]|[^:/\[\]\s]+)(:(?P<port>[0-9]{1,5}))?"
 )
 _PORT: Final = re.compile("[0-9]{1,5}")
 #: A character that no address can contain: NUL, or part of a word of the command line
@@ -84,7 +84,8 @@ def is_local_address(address: str) -> bool:
     if scheme == "ipc" and rest and is_text:
         return True
     host, _, port = rest.rpartition(":")
-    is_tcp = scheme == "tcp" and host and is_text
+    has_host = host.lstrip("[")[:1] not in ("", "]", "%")
+    is_tcp = scheme == "tcp" and has_host and is_text
     if not (is_tcp and _PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
             f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "

@@ -156,6 +156,7 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
         *("", "tcp://", "udp://a:1", "tcp:/x", "a:b", "a:70000", "[::1", "ipc://"),
         *("ipc:///a\0b", "a:\u00b2", f"a:{'9' * 5000}"),
         *("ipc:///a\udcff", "a\udcff", "[::1%\udcff]:5"),  # words that are not UTF-8
+        *("[]:5", "[%eth0]:5"),
     ],
 )
 def test_invalid_addresses_raise_address_error(source: str) -> None:

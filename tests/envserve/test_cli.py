@@ -333,6 +333,7 @@ def test_only_loopback_and_ipc_addresses_are_local(
     [
         *("", "tcp://", "dns://host", "tcp://host:x", "ipc://", "inproc://a"),
         *("ipc:///a\0b", "ipc:///a\udcff", "tcp://a\udcff:1"),
+        *("tcp://[]:5555", "tcp://[%eth0]:5555"),  # not "", which means all interfaces
     ],
 )
 def test_invalid_bind_addresses_raise(address: str) -> None:
