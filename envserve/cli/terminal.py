@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -89,8 +90,11 @@ def prepare_streams() -> None:
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, mode, closefd=False))
         stream = getattr(sys, name)
-        if hasattr(stream, "reconfigure"):  # print "?" if a character cannot be encoded
-            stream.reconfigure(errors="replace")
+        if hasattr(stream, "reconfigure"):
+            # Replace characters that cannot be encoded or decoded. This is impossible
+            # if the caller of `Program.main` has already read from stdin.
+            with contextlib.suppress(io.UnsupportedOperation):
+                stream.reconfigure(errors="replace")
 
 
 def write(stream: TextIO, text: str = "") -> bool:

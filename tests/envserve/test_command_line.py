@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import io
 import json
 import logging
 import os
@@ -572,6 +573,18 @@ def test_completion_code_is_shown_and_installed_once(
     (file,) = (path for path in tmp_path.rglob("*") if path.is_file())
     assert file.read_text() == code
     assert str(file) in done.stdout
+
+
+def test_a_script_that_has_read_from_stdin_can_run_a_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert sys.stdin.readline() == "one\n"
+    with pytest.raises(SystemExit, match=r"^0$"):
+        ENVSERVE.main(["--version"])
+    assert sys.stdin.readline() == "two\n"
 
 
 def test_completion_is_appended_to_the_startup_file(tmp_path: Path) -> None:
