@@ -127,11 +127,24 @@ def _write_lines_at_once() -> None:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(ValueError):  # the C library has no such symbol
-        name = "stdout" if sys.platform == "linux" else "__stdoutp"
-        stream = ctypes.c_void_p.in_dll(libc, name)
-        libc.setvbuf(stream, None, _IOLBF, ctypes.c_size_t(0))
+    if (stream := _stdout_of_c()) is not None:
+        ctypes.CDLL(None).setvbuf(stream, None, _IOLBF, ctypes.c_size_t(0))
+
+
+def _flush_stdout() -> None:
+    """Write unfinished lines of Python and C."""
+    with contextlib.suppress(Exception):  # an import may have closed the stream
+        sys.stdout.flush()
+    if (stream := _stdout_of_c()) is not None:
+        ctypes.CDLL(None).fflush(stream)
+
+
+def _stdout_of_c() -> ctypes.c_void_p | None:
+    """Return the FILE pointer of stdout; None if the C library does not export it."""
+    name = "stdout" if sys.platform == "linux" else "__stdoutp"
+    with contextlib.suppress(ValueError):
+        return ctypes.c_void_p.in_dll(ctypes.CDLL(None), name)
+    return None
 
 
 class _Template:
@@ -386,9 +399,7 @@ class _Template:
         parent = os.getpid()
         stderr_fd = self._pipes.open(request)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
-        # Empty the buffer, because every fork would print it again.
-        with contextlib.suppress(Exception):  # an import may have closed the stream
-            sys.stdout.flush()
+        _flush_stdout()  # because every fork would print an unfinished line again
         try:
             pid = unpatched.fork()
         except OSError as error:  # out of memory, or too many processes

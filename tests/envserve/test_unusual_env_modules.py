@@ -30,6 +30,7 @@ from gymnasium import spaces
 LIBC = ctypes.CDLL(None)
 LIBC.printf(b"imported natively\\n")
 print("imported")
+LIBC.printf(b"half a line")
 socket.setdefaulttimeout(0.25)
 
 
@@ -225,6 +226,7 @@ import sys
 import numpy as np
 from envserve import BatchEnv
 with BatchEnv.local(f"{sys.argv[1]}:Dying", 4, num_workers=4) as env:
+    print(" is completed", file=sys.stderr)
     env.reset()
     for _ in range(2):
         env.step(np.zeros(4, np.int64))
@@ -242,6 +244,7 @@ def test_output_of_envs_is_forwarded_once_however_they_end(envs: Path) -> None:
         assert ended.stderr.count(f"\n{text}\n") >= 4
     for text in ("imported", "imported natively"):
         assert f"\n{ended.stderr}".count(f"\n{text}\n") == 1
+    assert ended.stderr.count("half a line") == 1
     assert ended.stdout == ""
 
 
