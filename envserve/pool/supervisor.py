@@ -432,7 +432,7 @@ class SupervisedWorker:
         hint = f"; {note}" if note else ""
         text = f"{end}{hint}"
         if kill_reason:
-            # A replacement is expected to end by this pool's signal.
+            # A replaced process ends by this pool's signal, so omit how it ended.
             text = f"{kill_reason}{hint if self.was_replaced else f'; it {text}'}"
         if self._traceback:
             text = f"stopped{hint}:\n{self._traceback.rstrip()}"

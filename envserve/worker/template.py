@@ -197,8 +197,8 @@ class _Template:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for fd, saved_fd in enumerate(self._standard_fds):
             os.dup2(saved_fd, fd)
-            # The owner's descriptor has the same flags, so the owner's output would
-            # fail if they said that it must not block.
+            # The owner's descriptor shares these flags. If a module made it
+            # non-blocking, the owner's output would fail.
             os.set_blocking(fd, self._are_blocking[fd])
 
     def run(self) -> None:

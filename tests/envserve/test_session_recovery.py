@@ -276,25 +276,30 @@ def test_an_invalidated_lease_is_returned_and_replaced() -> None:
     assert not client.outbox
 
 
-@pytest.mark.parametrize("then", ["invalidate", "close"])
+@pytest.mark.parametrize("then", ["invalidate", "wait and invalidate", "close"])
 def test_an_invalidation_that_is_interrupted_at_any_line_returns_the_old_lease(
     then: str,
 ) -> None:
-    """The caller repeats it (see `LaneGroup.recover`) or closes the lane."""
+    """The caller repeats it (see `LaneGroup.recover`) or closes the lane.
+
+    Until then, the lane's keep-alive thread may continue to replace the lease.
+    """
     _, client = make_pair()
     lines = run_traced(lambda: client.invalidate("interrupted", 1.0), -1)
     for number, line in enumerate(lines, 1):
         server, client = make_pair()
         run_traced(partial(client.invalidate, "interrupted", 1.0), number)
-        if then == "invalidate":
-            client.invalidate("once more", 1.0)
-        else:
+        if then == "wait and invalidate":
+            assert finish(client, server, 1.0) == []
+        if then == "close":
             client.begin_close(1.0)
+        else:
+            client.invalidate("once more", 1.0)
         for now in (1.0, 2.0):
             assert finish(client, server, now) == []
         assert ("", 11) not in server.pools, line
-        assert len(server.pools) == (then == "invalidate"), line
-        end = ClientState.READY if then == "invalidate" else ClientState.CLOSED
+        assert len(server.pools) == (then != "close"), line
+        end = ClientState.CLOSED if then == "close" else ClientState.READY
         assert state_of(client) is end, line
 
 

@@ -119,6 +119,9 @@ class Attachment:
         """Begin the handshake: send a HELLO, and discard all earlier requests."""
         self._requests.clear()
         self._requests.boot = 0
+        # Return a lost lease first, because an interrupt may end this method.
+        if self.lost_lease is not None:
+            self._requests.send_detach(self.lost_lease.detach_frames)
         self.machine.change_to(ClientState.HELLO_SENT)
         body = Hello(client=self._client_name).encode()
         self._requests.send(Request(MessageType.HELLO, body=body), now)
@@ -277,7 +280,7 @@ class Attachment:
             loss.stalled_address = previous.stalled_address
             loss.retry_at = now + _RETRY_SECONDS
             self.machine.change_to(ClientState.HELLO_SENT)
-        requests.send_detach(loss.detach_frames)
+            requests.send_detach(loss.detach_frames)
 
     def handle_restart(self, now: float) -> None:
         """Handle a restart of the server, which a new boot id has revealed."""
