@@ -14,6 +14,7 @@ import numpy as np
 from envserve.host_resources import num_cores
 from envserve.python_process import main_command
 from envserve.regular_file import open_no_link
+from ppo.cli.options import user_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
 from ppo.cli.run_setup import RunPlan
@@ -89,7 +90,8 @@ def train_seeds(
         with contextlib.suppress(SystemExit):  # matplotlib may not be installed
             plot(list(returns), out=path / f"{metric}.png", metric=metric)
     if len(returns) < len(runs):
-        screen.print(f"Resume with: ppo train --resume {plan.run_folder.quoted_path}")
+        command = f"{user_command('ppo')} train --resume {plan.run_folder.quoted_path}"
+        screen.print(f"Resume with: {command}")
     return int(has_failed)
 
 

@@ -229,6 +229,9 @@ def _load_state(
         if is_complete:
             status.assert_consumed()
         status.expect_partial()  # suppresses TensorFlow's warning about unread values
+    except OSError as error:
+        reason = one_line(str(error), 300)
+        raise CheckpointError(f"{path}: cannot be read; {reason}.") from error
     except Exception as error:  # a damaged file can raise almost any error
         reason = one_line(str(error).strip().partition("\n")[0], 300)
         raise CheckpointError(

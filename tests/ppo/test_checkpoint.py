@@ -257,6 +257,19 @@ def test_a_checkpoint_of_other_networks_is_an_error(
         Learner(CONFIG.replace(**changes)).restore(tmp_path)
 
 
+def test_a_checkpoint_that_cannot_be_read_does_not_suggest_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "[a]").mkdir()
+    learner = Learner()
+    path = learner.save(tmp_path / "[a]", 1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError) as caught:
+        learner.restore(tmp_path / "[a]")
+    message = f"{path}: cannot be read; [Errno 2] No such file or directory: "
+    assert str(caught.value).startswith(message)
+
+
 def test_damaged_counters_are_an_error_that_names_the_file(tmp_path: Path) -> None:
     path = Learner().save(tmp_path, 1)
     (path / "counters.json").write_text(json.dumps({"iteration": 1}))

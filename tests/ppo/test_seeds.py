@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from sysconfig import get_path
 
 import pytest
 
@@ -156,9 +157,10 @@ def test_a_signal_before_the_first_seed_starts_ends_the_study(
 ) -> None:
     results = itertools.chain([False], itertools.repeat(True))
     monkeypatch.setattr(StopSignals, "has_fired", lambda _: next(results))
+    monkeypatch.setenv("PATH", "")
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
-    assert "Resume with: ppo train --resume" in output
+    assert f"Resume with: {get_path('scripts')}/ppo train --resume" in output
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 
