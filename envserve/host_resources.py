@@ -12,7 +12,10 @@ from pathlib import Path
 
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that affinity and cgroups let this process use."""
-    pinned = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    if sys.platform == "linux":
+        pinned: int | None = len(os.sched_getaffinity(0))
+    else:
+        pinned = os.cpu_count()
     return max(1, min(pinned or 1, _cgroup_cores(root)))
 
 

@@ -286,7 +286,7 @@ class Slab:
         slab.fd = anonymous_file()
         try:
             os.ftruncate(slab.fd, nbytes + extra_nbytes)
-            if hasattr(os, "memfd_create"):
+            if sys.platform == "linux":
                 # If an env could shrink the file, accessing the memory would kill
                 # every process that has mapped it.
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -327,7 +327,7 @@ class Slab:
 
 def anonymous_file() -> int:
     """Return the descriptor of a new, empty file in memory."""
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux":
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         return os.memfd_create("envserve-slab", flags)
     with tempfile.TemporaryFile(prefix="envserve-slab-") as file:

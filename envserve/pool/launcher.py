@@ -390,10 +390,16 @@ class Launcher:
         return bool(messages)
 
     def _is_suspended(self) -> bool:
-        """Return whether a signal, such as SIGSTOP, has suspended the template."""
+        """Return whether a signal, such as SIGSTOP, has suspended the template.
+
+        On macOS before Python 3.13, this is not known, and the result is False.
+        """
+        waitid = getattr(os, "waitid", None)
+        if waitid is None:
+            return False
         flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         try:
-            return os.waitid(os.P_PID, self._process.pid, flags) is not None
+            return waitid(os.P_PID, self._process.pid, flags) is not None
         except ChildProcessError:  # the template has ended
             return False
 

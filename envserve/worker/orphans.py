@@ -51,6 +51,8 @@ class OrphanReaper:
 
 def _has_zombie_child() -> bool:
     """Return whether a child has exited, without reaping it."""
+    if unpatched.waitid is None:
+        return False
     try:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         return unpatched.waitid(os.P_ALL, 0, flags) is not None

@@ -482,32 +482,45 @@ class _Template:
 
     def _reap(self) -> None:
         self._drain_wakeups()
-        while True:
-            # Do not reap the child yet, so that its group can still be killed safely.
-            try:
-                ended = unpatched.waitid(
-                    os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT
-                )
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            kill_orphans_at = unpatched.monotonic() + _ORPHAN_DELAY_SECONDS
-            self._kill_orphans_at = min(self._kill_orphans_at, kill_orphans_at)
-            is_worker = ended.si_pid in self._workers.values()
-            if is_worker:
-                kill_group(ended.si_pid)
-                # The worker's successor may need the ports that its orphans occupy, so
-                # do not wait for the complete search.
-                self._kill_orphans(_listed_children())
-            pid, status = unpatched.waitpid(ended.si_pid, 0)
-            if not is_worker:  # an orphan, or a child of an imported module
-                continue
+        while (reaped := self._reap_child()) is not None:
+            pid, status = reaped
+            if pid not in self._workers.values():
+                continue  # an orphan, or a child of an imported module
             (request,) = [key for key, worker in self._workers.items() if worker == pid]
             del self._workers[request]
             code = os.waitstatus_to_exitcode(status)
             tail = self._pipes.finish(request, is_reported=code != 0)
             self._report({"pid": pid, "exit": code, "stderr": tail})
+
+    def _reap_child(self) -> tuple[int, int] | None:
+        """Reap an ended child and kill its process group.
+
+        Return the child's id and wait status, or None if no child has ended.
+        """
+        waitid, status = unpatched.waitid, None
+        try:
+            if waitid is None:
+                pid, status = unpatched.waitpid(-1, os.WNOHANG)
+            else:
+                # Do not reap the child yet, so that its id is not used again.
+                flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+                ended = waitid(os.P_ALL, 0, flags)
+                pid = 0 if ended is None else ended.si_pid
+        except ChildProcessError:
+            return None
+        if not pid:
+            return None
+        kill_orphans_at = unpatched.monotonic() + _ORPHAN_DELAY_SECONDS
+        self._kill_orphans_at = min(self._kill_orphans_at, kill_orphans_at)
+        if pid in self._workers.values():
+            with contextlib.suppress(OSError):  # the group has no other processes
+                os.killpg(pid, signal.SIGKILL)
+            # The worker's successor may need the ports that its orphans occupy, so do
+            # not wait for the complete search.
+            self._kill_orphans(_listed_children())
+        if status is None:
+            pid, status = unpatched.waitpid(pid, 0)
+        return pid, status
 
     def _report(self, message: dict[str, Any]) -> None:
         # If the owner has exited, the next read from the socket detects this.

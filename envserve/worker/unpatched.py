@@ -10,17 +10,19 @@ Freezegun replaces the clocks in all modules that contain them, including this o
 Therefore, this module contains them only inside of `partial` objects.
 """
 
+import os
 import time
 from functools import partial
 from os import fork as fork
 from os import read as read
-from os import waitid as waitid
 from os import waitpid as waitpid
 from os import write as write
 from select import poll as poll
 from signal import signal as signal
 from socket import socket as socket
 
+#: None on macOS before Python 3.13, which does not have this function.
+waitid = getattr(os, "waitid", None)
 monotonic = partial(time.monotonic)
 monotonic_ns = partial(time.monotonic_ns)
 perf_counter = partial(time.perf_counter)

@@ -112,8 +112,10 @@ def _bytes_received(fd: int, port: int) -> int:
 def _received(fd: int) -> tuple[int, int]:
     """Return the peer's port of a TCP connection, and the bytes received over it.
 
-    Both are 0 if `fd` is not a TCP connection.
+    Both are 0 if `fd` is not a TCP connection, and on systems other than Linux.
     """
+    if sys.platform != "linux":
+        return 0, 0
     # libzmq owns the descriptor and may have closed it. Use a duplicate, which Python
     # may close: if an interrupt made Python close the original, libzmq would abort.
     with contextlib.suppress(OSError, IndexError, struct.error):
