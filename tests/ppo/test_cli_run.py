@@ -22,6 +22,7 @@ from urllib.request import HTTPCookieProcessor, build_opener
 
 import pytest
 
+from ppo.cli.options import user_command
 from ppo.cli.progress import Screen
 from tests.envserve.page_client import Browser
 from tests.ppo.runs import eagerly, ppo, rows_of
@@ -266,7 +267,7 @@ def test_sigterm_during_the_evaluation_is_exit_code_3_for_a_restartable_run(
         terminating.result()
     assert code == 3, error
     assert error.startswith("Stopped ")
-    assert f"Resume with: ppo train --resume {folder}" in error
+    assert f"Resume with: {user_command('ppo')} train --resume {folder}" in error
     assert folder.exists()
 
 

@@ -4,11 +4,11 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from sysconfig import get_path
 
 import pytest
 
 from envserve.python_process import python_command
+from ppo.cli.options import user_command
 from ppo.cli.stop_signals import StopSignals
 from tests.ppo.runs import ppo
 
@@ -85,7 +85,7 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert "seed 9: mean return 90.0\n" in output
     assert "Mean return 80.0 over 2 of 3 seeds, std 14.1, 95 % interval" in output
     assert "interval 70.0 to 90.0, lowest 70.0\n" in output
-    assert f"Resume with: ppo train --resume '{folder}'\n" in output
+    assert f"Resume with: {user_command('ppo')} train --resume '{folder}'\n" in output
     assert (folder / "mean_return.png").read_bytes().startswith(b"\x89PNG")
     run_instead(
         monkeypatch, RUN + "end(10.0 * seed); print('ended\\nNext:\\n  ppo plot')"
@@ -147,7 +147,8 @@ def test_the_first_signal_stops_all_seeds_and_the_second_one_at_once(
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == expected, error
     assert "failed" not in output
-    hint = f"Resume with: ppo train --resume {tmp_path / 'study'}\n"
+    command = f"{user_command('ppo')} train --resume"
+    hint = f"Resume with: {command} {tmp_path / 'study'}\n"
     assert hint in (error if count == 2 else output)
     assert starts(tmp_path / "study")[1:] == [1, 0]
 
@@ -160,7 +161,8 @@ def test_a_signal_before_the_first_seed_starts_ends_the_study(
     monkeypatch.setenv("PATH", "")
     code, output, error = ppo(*study(tmp_path / "study"))
     assert code == 0, error
-    assert f"Resume with: {get_path('scripts')}/ppo train --resume" in output
+    assert user_command("ppo") != "ppo"
+    assert f"Resume with: {user_command('ppo')} train --resume" in output
     assert starts(tmp_path / "study") == [0, 0, 0]
 
 

@@ -122,7 +122,7 @@ def test_a_planted_bug_is_detected_within_a_few_seeds(
     with pytest.raises(Violation) as raised:  # noqa: PT012
         for seed in range(NUM_SEEDS):
             simulate(seed, EVENTS_PER_SEED, bug.profile)
-    # The checks of the simulation or of the sessions fail. Any other error comes from the
-    # code that plants the bug, for example because it reads an attribute that was renamed.
+    # The checks of the simulation or of the sessions fail. Any other error comes from
+    # the code that plants the bug, for example because an attribute was renamed.
     expected = Violation | LedgerError | EnvserveError
     assert isinstance(raised.value.__cause__, expected), raised.value
