@@ -234,6 +234,7 @@ EXPECTED_RESULTS: dict[str, tuple[str, int]] = {
     "hopper": ("3,300 (3,200 to 3,400)", 378),
     "cheetah": ("6,600 (4,900 to 7,900)", 105),
     "walker": ("4,500 (3,500 to 5,100)", 234),
+    "ant": ("3,660 (3,120 to 3,970)", 2360),
     "mountain_car_continuous": ("94 (94 to 95)", 44),
     "lunar_lander": ("280 (271 to 285)", 207),
     "lunar_lander_continuous": ("278 (265 to 284)", 138),
