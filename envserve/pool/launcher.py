@@ -31,6 +31,7 @@ from envserve.pool.worker_states import Exit
 from envserve.python_process import python_command, search_path
 from envserve.settings import HostSettings
 from envserve.spaces import codec
+from envserve.worker import unpatched
 from envserve.worker.channel import Channel, MessageKind, pack_message
 from envserve.worker.template import kill_group
 
@@ -394,12 +395,11 @@ class Launcher:
 
         On macOS before Python 3.13, this is not known, and the result is False.
         """
-        waitid = getattr(os, "waitid", None)
-        if waitid is None:
+        if unpatched.waitid is None:
             return False
         flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
         try:
-            return waitid(os.P_PID, self._process.pid, flags) is not None
+            return unpatched.waitid(os.P_PID, self._process.pid, flags) is not None
         except ChildProcessError:  # the template has ended
             return False
 
