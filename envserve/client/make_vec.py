@@ -373,7 +373,7 @@ def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec
     spec = gymnasium.registry.get(env) if isinstance(env, str) else env
     if not isinstance(spec, EnvSpec):
         return None
-    if spec is env:  # keep its entry point: the spec's name may not be registered
-        kwargs, changes = {**spec.kwargs, **kwargs}, {}
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
+    if spec is env:  # keep its entry point: the spec's name may not be registered
+        changes = {"kwargs": {**spec.kwargs, **changes["kwargs"]}}
     return replace(copying.deepcopy(spec), **changes)

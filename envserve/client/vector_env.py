@@ -81,7 +81,7 @@ def parse_observation_mode(mode: Any) -> ObservationMode:
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     """Return the envs' metadata, without values that are not plain; may be empty."""
     try:
-        return dict(batch.get_attr("metadata", [0])[0])
+        return dict(batch.get_attr("metadata", [0])[0] or {})
     except CallError:
         return {}
 

@@ -439,5 +439,8 @@ def find_spec(name: str) -> EnvSpec:
             f"; {module} registers {', '.join(names[:5]) or 'no env'}"
             for module, names in _names_by_module.items()
         )
-    hint = hint or " (for user envs see --import, import_modules)"
+    hint = hint or (
+        f"; if a module or file registers it, pass MODULE:{name} or FILE.py:{name}, or "
+        f"import the module with --import (import_modules)"
+    )
     raise UnknownEnv(f"no env named {name!r} is registered{hint}")

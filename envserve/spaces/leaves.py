@@ -13,6 +13,7 @@ import string
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any, Final
 
 import numpy as np
@@ -195,9 +196,14 @@ def _iter_leaves(space: Any, path: str, depth: int) -> Iterator[Leaf]:
     is_space = isinstance(space, Space)
     if not is_space:
         name = f"{type(space).__module__}.{type(space).__qualname__}"
+        remedy = "set the space in the env's constructor"
+        if name.startswith("gym."):
+            remedy = "convert the env to Gymnasium's API, for example with Shimmy"
+        elif isinstance(space, MethodType):  # as in PettingZoo
+            remedy += "; envs of several agents must be converted to vector envs"
         raise SpaceError(
             f"expected a gymnasium.Space{_at_path(path)}; got {space!r:.200} of class "
-            f"{name}; set the space in the env's constructor"
+            f"{name}; {remedy}"
         )
     kind = kind_of(space)
     children = children_of(space, kind)

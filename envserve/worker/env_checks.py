@@ -185,10 +185,10 @@ def convert_reward(value: Any) -> float:
     if number is None:
         is_too_large = isinstance(value, Real)
         got = "one that exceeds float64" if is_too_large else _describe(value)
-        raise SpaceViolation(
-            f"expected the reward to be a number; got {got}; "
-            "fix the env, or return 0.0 if there is no reward"
-        )
+        remedy = "fix the env, or return 0.0 if there is no reward"
+        if isinstance(value, (list, tuple, dict, np.ndarray)):
+            remedy = "combine the values into one number, in the env or in a wrapper"
+        raise SpaceViolation(f"expected the reward to be a number; got {got}; {remedy}")
     return float(number)
 
 

@@ -140,16 +140,26 @@ def _failure_message(error: BaseException) -> bytes:
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
-    """Yield the later envs of a worker from `built`; add a hint if one is not built."""
+    """Yield the envs of a worker from `built`; add a hint if one is not built."""
+    is_first = True
     try:
-        yield from built
+        for item in built:
+            yield item
+            is_first = False
     except Exception as error:
-        error.add_note(
-            "The first env of this worker was built, a later one was not. If a process "
-            "can have only one env, use num_workers=num_envs (servers: --workers) and "
-            "no spare_envs; if each env needs its own port or file, use {row} in "
-            "env_kwargs."
-        )
+        if not is_first:
+            error.add_note(
+                "The first env of this worker was built, a later one was not. If a "
+                "process can have only one env, use num_workers=num_envs (servers: "
+                "--workers) and no spare_envs; if each env needs its own port or file, "
+                "use {row} in env_kwargs."
+            )
+        # Gymnasium and the old Gym have classes of this name.
+        elif "UnregisteredEnv" in (item.__name__ for item in type(error).__mro__):
+            error.add_note(
+                "Workers do not run your script. If one of its imports registers this "
+                "env, name that module in import_modules (servers: --import)."
+            )
         raise
 
 
@@ -182,10 +192,11 @@ class _Worker:
         self._send(pack_message(MessageKind.READY, payload=encode_spaces(self._spec)))
 
     def _build(self) -> EnvSpec:
-        built = (item for block in self._blocks.values() for item in block.build())
+        blocks = self._blocks.values()
+        built = _with_hint(item for block in blocks for item in block.build())
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
-        for env_index, spec in _with_hint(built):
+        for env_index, spec in built:
             different = first.differences(spec, self._config.observation_mode)
             if different:
                 raise EnvStartError(

@@ -130,7 +130,7 @@ def render(env: Any) -> Any:
     inner = env.unwrapped
     if str(getattr(env, "render_mode", None)).endswith("_list"):
         env = inner  # Gymnasium's wrapper would add this frame to its list
-    modes = getattr(inner, "metadata", {}).get("render_modes", ())
+    modes = (getattr(inner, "metadata", None) or {}).get("render_modes", ())
     if getattr(inner, "render_mode", None) is not None or "rgb_array" not in modes:
         return env.render()
     inner.render_mode = "rgb_array"  # most envs read it only when they render

@@ -33,6 +33,13 @@ class UserBox(Box):
     unit = "m"
 
 
+class OldBox:
+    """A space of the old package gym."""
+
+    __module__ = "gym.spaces.box"
+    __qualname__ = "Box"
+
+
 class UserDiscrete(Discrete):
     """A user's Discrete subclass that contains fewer values than its base class."""
 
@@ -186,6 +193,8 @@ UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
     ),
     "odd_max_bytes": (with_max_bytes(Text(4), 1 << 30), "max_bytes of Text"),
     "no_space": (None, r"a gymnasium\.Space; got None of class .*constructor$"),  # type: ignore[dict-item]
+    "space_of_gym": (OldBox(), r"of class gym\.spaces\.box\.Box; convert .* Shimmy"),  # type: ignore[dict-item]
+    "method_of_pettingzoo": (Discrete(2).sample, "got <bound method .*several agents"),  # type: ignore[dict-item]
     "class": (Box, r"got <class 'gymnasium.spaces.box.Box'> of class"),  # type: ignore[dict-item]
     "user_space_in_sequence": (
         with_max_bytes(Sequence(Points()), 4096),

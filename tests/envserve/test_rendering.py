@@ -330,9 +330,10 @@ def test_frames_collected_for_the_env_user_are_not_changed() -> None:
     env.close()
 
 
-def test_an_env_that_cannot_render_arrays_keeps_its_render_mode() -> None:
+@pytest.mark.parametrize("metadata", [{"render_modes": ["human"]}, None])
+def test_an_env_that_cannot_render_arrays_keeps_its_render_mode(metadata: Any) -> None:
     asked = []
-    inner = SimpleNamespace(render_mode=None, metadata={"render_modes": ["human"]})
+    inner = SimpleNamespace(render_mode=None, metadata=metadata)
     env = SimpleNamespace(unwrapped=inner, render=lambda: asked.append(1))
     assert render(env) is None
     assert (asked, inner.render_mode) == ([1], None)

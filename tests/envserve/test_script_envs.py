@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AsyncVectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from gymnasium.wrappers import (
     ClipReward,
     DtypeObservation,
@@ -377,6 +377,34 @@ def test_a_class_or_function_need_not_satisfy_gymnasium_make(env: Any) -> None:
         with contextlib.closing(envserve.make_vec(env, 1, **options)) as envs:
             envs.reset()
             assert envs.step([0])[3].tolist() == [True]
+
+
+def test_metadata_may_be_none() -> None:
+    def without_metadata() -> Any:
+        env: Any = Numbered()
+        env.metadata = None  # as in envs of the old Gym that Shimmy converts
+        return env
+
+    with contextlib.closing(envserve.make_vec(without_metadata)) as envs:
+        assert envs.metadata == {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+def test_arguments_in_a_spec_may_be_arrays() -> None:
+    spec = EnvSpec("Numbered-v0", NUMBERED, kwargs={"number": np.arange(3)})
+    for _ in range(2):
+        with contextlib.closing(envserve.make_vec(spec, 2)) as envs:
+            numbers = envs.reset()[1]["number"]
+            np.testing.assert_array_equal(numbers, [[0, 1, 2]] * 2)
+            assert envs.spec is not None
+            spec = envs.spec
+
+
+def test_the_error_about_an_unregistered_env_explains_what_workers_import() -> None:
+    def make_unregistered() -> Any:
+        return gymnasium.make("RegisteredByAnotherModule-v0")
+
+    with pytest.raises(EnvStartError, match=r"NameNotFound: .*\n.*import_modules"):
+        envserve.make_vec(make_unregistered, 1)
 
 
 class Tripled(gymnasium.RewardWrapper[Any, Any]):
