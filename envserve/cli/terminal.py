@@ -61,8 +61,8 @@ def show_error(error: Exception | str) -> None:
 
     Args:
       error: Exception or text. If an exception contains a traceback from a worker, only
-        the exception and the source location are printed, because the log contains the
-        whole traceback.
+        the exception, the source location and the worker's hints are printed, because
+        the log contains the whole traceback.
     """
     text = str(error)
     if traceback := str(getattr(error, "remote_traceback", "")).strip():
@@ -71,7 +71,8 @@ def show_error(error: Exception | str) -> None:
         frames = re.findall(r'^  File "([^<].*)", line (\d+)', traceback, re.MULTILINE)
         users = [frame for frame in frames if "/lib/python" not in frame[0]]
         text += "".join(f" ({file}:{line})" for file, line in (users or frames)[-1:])
-    notes = getattr(error, "__notes__", [])
+    hints = re.findall(r"^Hint: .*", traceback, re.MULTILINE)
+    notes = [*hints, *getattr(error, "__notes__", [])]
     if any(isinstance(h.formatter, JsonLines) for h in logging.root.handlers):
         logging.getLogger("envserve").error("\n".join((text, *notes)))
         return

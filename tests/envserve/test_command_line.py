@@ -406,14 +406,17 @@ def test_json_logs_have_one_object_per_line(
     assert third["message"] == "expected this, got that"
 
 
-def test_an_error_shows_its_notes_and_one_line_of_a_workers_traceback(
+def test_an_error_shows_its_notes_and_one_line_and_the_hint_of_a_workers_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    error = CallError("call failed", remote_traceback="Traceback ...\nKeyError: 'x'\n")
+    frame = 'Traceback:\n  File "f.py", line 1, in f\n'
+    traceback = f"{frame}KeyError: 1\nmore\nHint: use y.\n"
+    error = CallError("call failed", remote_traceback=traceback)
     error.add_note("A note.")
     with pytest.raises(SystemExit):
         fail(error, 1)
-    assert capsys.readouterr().err == "Error: call failed: KeyError: 'x'\nA note.\n"
+    expected = "Error: call failed: KeyError: 1 (f.py:1)\nHint: use y.\nA note.\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_an_error_of_an_env_shows_the_last_place_in_the_users_code(

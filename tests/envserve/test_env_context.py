@@ -257,7 +257,7 @@ def test_a_second_env_of_a_process_that_fails_gets_a_hint(file: str) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    hint = "use num_workers=num_envs"
+    hint = "\nHint: The first env of this worker was built, a later one was not. If "
     kwargs = {"port": port}
     with pytest.raises(EnvStartError, match="already in use") as caught:
         BatchEnv.local(f"{file}:Place", 2, 1, env_kwargs=kwargs)

@@ -403,7 +403,9 @@ def test_the_error_about_an_unregistered_env_explains_what_workers_import() -> N
     def make_unregistered() -> Any:
         return gymnasium.make("RegisteredByAnotherModule-v0")
 
-    with pytest.raises(EnvStartError, match=r"NameNotFound: .*\n.*import_modules"):
+    with pytest.raises(
+        EnvStartError, match=r"NameNotFound: .*\nHint: .*import_modules"
+    ):
         envserve.make_vec(make_unregistered, 1)
 
 
