@@ -103,8 +103,9 @@ class VectorBlock:
         supported = sorted(modes | {mode.name.lower()})
         if autoreset not in supported:
             raise EnvStartError(
-                f"expected autoreset={' or '.join(supported)}, because the vector env "
-                f"of {name} resets in mode {mode.name}; got {autoreset}"
+                f"expected autoreset={' or '.join(supported)} (autoreset_mode of "
+                f"make_vec), because the vector env of {name} resets in mode "
+                f"{mode.name}; got {autoreset}"
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
         parameters = parameters_of(env.reset)

@@ -70,7 +70,8 @@ def test_rows_do_not_depend_on_the_size_of_blocks(make_batch: MakeBatch) -> None
 def test_an_unsupported_autoreset_mode_is_rejected_at_start(
     make_batch: MakeBatch, own: str, asked: str
 ) -> None:
-    text = rf"expected autoreset=.*{own}.* resets in mode {own.upper()}; got {asked}"
+    options = rf"autoreset=.*{own}.* \(autoreset_mode of make_vec\)"
+    text = rf"expected {options}, .* resets in mode {own.upper()}; got {asked}"
     with pytest.raises(EnvStartError, match=text):
         make_batch(MODES[own], 2, 1, vectorized=True, autoreset=asked)
 
