@@ -218,6 +218,11 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
             "\n\nimport no_such",
             r"'no_such' \(\S*/lean\.py:3\); install it",
         ),
+        (
+            "relative.py",
+            "from . import other",
+            r"no known parent package .*; name the module instead, .*\.relative$",
+        ),
     ],
 )
 def test_the_error_about_a_file_that_cannot_be_imported_names_it(
