@@ -496,12 +496,12 @@ class BlockOperations:
         self.outcomes = [*finished.values()]
 
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
-        """Mark a block's rows as lost; run a finished step or reset again.
+        """Mark a block's rows as lost; repeat its step or reset if it is not collected.
 
         Args:
           slot: The slot of the block.
-          finished: Outcomes that are not collected yet, by block. If the block's
-            operation is run again, its outcome is removed.
+          finished: Outcomes that are not collected yet, by block. If the block's step
+            or reset is repeated, its outcome is removed.
         """
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
         rows, part = self._rows, slot.block.row_slice

@@ -265,8 +265,8 @@ class Connection:
         If there is no free file descriptor, nothing changes, and the caller can retry.
 
         Args:
-          max_frame_bytes: Minimum for the new frame size limit. If it is given, the
-            previous socket is closed immediately.
+          max_frame_bytes: Frame size that the new socket must accept. If it is given,
+            the previous socket is closed immediately.
         """
         longest = self.max_frame_bytes
         self.max_frame_bytes = max(longest, max_frame_bytes)
