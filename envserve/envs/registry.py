@@ -330,7 +330,8 @@ def _raise_for_arguments(
     accepted = arguments_of(creator)
     classes = getattr(creator, "__mro__", ())
     names = {f"{cls.__qualname__}.__init__" for cls in classes}
-    names = names or {getattr(creator, "__qualname__", "")}
+    # Without an `__init__`, the message contains only the name of the class.
+    names.add(getattr(creator, "__name__" if names else "__qualname__", ""))
     match = BAD_ARGUMENT.search(str(error))
     if match and (
         match[1] in names or (match[2] in kwargs and match[2] not in accepted)
