@@ -63,7 +63,8 @@ def train_seeds(
     for seed, run in runs.items():
         with run.writing():
             run.path.mkdir(exist_ok=True)
-        run.save_config(plan.config.replace(seed=seed))
+        if _mean_return(plan, run) is None:  # unless the seed has finished
+            run.save_config(plan.config.replace(seed=seed))
         run.save_env_source(plan.env_source)
     at_once = min(at_once or num_cores(), len(runs))
     share = max(1, num_cores() // at_once)
