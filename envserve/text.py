@@ -95,6 +95,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def rounded(number: float) -> str:
+    """Return a number with one decimal; below 1, with three significant digits."""
+    # Values below 1e-6 are usually rounding errors.
+    return f"{number:.3g}" if 1e-6 < abs(number) < 1 else f"{number:.1f}"
+
+
 def with_article(noun: str) -> str:
     """Return a noun with its indefinite article, such as "an int" or "a list"."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
