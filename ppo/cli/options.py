@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from sysconfig import get_path
@@ -219,7 +218,10 @@ def deferred_stderr() -> Iterator[None]:
     TensorFlow reports on stderr that it uses oneDNN and finds no GPU; its log levels
     do not suppress these messages.
     """
-    with tempfile.TemporaryFile() as buffer:
+    from envserve.slab import anonymous_file
+
+    # A temporary file would require a writable folder.
+    with open(anonymous_file(), "w+b", buffering=0) as buffer:
         before = os.dup(2)
         os.dup2(buffer.fileno(), 2)
         try:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import tempfile
 import threading
 from unittest import mock
 
@@ -260,7 +261,8 @@ def test_a_suppressed_sigterm_is_raised_again_only_within_sigterm_raises() -> No
 def test_deferred_stderr_is_written_only_after_an_error(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with deferred_stderr():
+    # No temporary folder is needed.
+    with mock.patch.object(tempfile, "tempdir", "/missing"), deferred_stderr():
         os.write(2, b"discarded")
     with pytest.raises(ValueError, match="it fails"), deferred_stderr():  # noqa: PT012
         os.write(2, b"why it fails; ")
