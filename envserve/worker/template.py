@@ -406,7 +406,8 @@ class _Template:
             for passed_fd in fds:
                 os.close(passed_fd)
             self._pipes.finish(request)
-            self._report({"fork": request, "error": str(error)})
+            text = f"{error}; check this host's memory and process limit (ulimit -u)"
+            self._report({"fork": request, "error": text})
             return
         if pid == 0:
             self._run_worker(parent, fd, stderr_fd)
