@@ -170,7 +170,9 @@ def _resources() -> Iterator[_Finding]:
             file.write(bytes(1 << 16))
         yield _finding("temporary folder", f"{tempfile.gettempdir()} is writable")
     except OSError as error:
-        remedy = "bench, demo, videos and crash files need it; make room or set TMPDIR"
+        remedy = (
+            "ppo, bench, demo, videos and crash files need it; make room or set TMPDIR"
+        )
         yield _finding("temporary folder", str(error), remedy)
 
 

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from sysconfig import get_path
@@ -218,10 +219,7 @@ def deferred_stderr() -> Iterator[None]:
     TensorFlow reports on stderr that it uses oneDNN and finds no GPU; its log levels
     do not suppress these messages.
     """
-    from envserve.slab import anonymous_file
-
-    # A temporary file would require a writable folder.
-    with open(anonymous_file(), "w+b", buffering=0) as buffer:
+    with tempfile.TemporaryFile() as buffer:
         before = os.dup(2)
         os.dup2(buffer.fileno(), 2)
         try:
@@ -249,10 +247,16 @@ def start_tensorflow(
         layers.
 
     Raises:
-      BadInputError: TensorFlow is not installed.
+      BadInputError: TensorFlow is not installed, or there is no temporary folder.
     """
     # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"TensorFlow needs a temporary folder: {error.strerror}; set TMPDIR."
+        ) from None
     uses_onednn = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:
