@@ -406,7 +406,8 @@ class _Template:
             for passed_fd in fds:
                 os.close(passed_fd)
             self._pipes.finish(request)
-            text = f"{error}; check this host's memory and process limit (ulimit -u)"
+            limits = "memory and its limits on processes (ulimit -u, pids.max)"
+            text = f"{error}; check this host's {limits}"
             self._report({"fork": request, "error": text})
             return
         if pid == 0:
