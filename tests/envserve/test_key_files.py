@@ -231,7 +231,7 @@ def test_the_error_about_a_home_folder_that_is_not_writable_states_the_remedy(
         raise OSError(number, "It refuses")
 
     monkeypatch.setattr(Path, "mkdir", fails)
-    with pytest.raises(KeyFileError, match="It refuses; .* set ENVSERVE_HOME"):
+    with pytest.raises(KeyFileError, match=r"It refuses; .* set ENVSERVE_HOME"):
         folder.ensure_key("server")
 
 
