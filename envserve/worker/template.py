@@ -547,7 +547,7 @@ def _import_error(modules: list[str]) -> str:
 
 def _thread_ids() -> set[object]:
     """Return the ids of all threads, on Linux including those of native libraries."""
-    if sys.platform == "linux":
+    with contextlib.suppress(OSError):  # /proc may not be mounted, as in a chroot
         return {*os.listdir("/proc/self/task")}
     return {thread.ident for thread in threading.enumerate()}
 
