@@ -60,7 +60,9 @@ def _as_key_file_error(path: Path, verb: str) -> Iterator[None]:
         yield
     except OSError as error:
         remedy = "expected a file or folder that belongs to this user, and not a link"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.ENOENT):
+            remedy = "check its owner, or set ENVSERVE_HOME to a folder of this user"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             remedy = "free disk space, or set ENVSERVE_HOME to another folder"
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise the limit on open files (ulimit -n)"

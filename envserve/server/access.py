@@ -150,7 +150,8 @@ async def run_self_test(sockets: ServerSockets, zap: Zap, server_public: bytes) 
         raise SelfTestError(
             f"self-test: expected an unknown key to be rejected, but "
             f"{failure or 'its message was received'}. The server does not start, "
-            f"because anyone could connect. Please report this bug."
+            f"because anyone could connect. Check that programs on this host can "
+            f"connect to 127.0.0.1; if they can, please report this bug."
         )
 
 

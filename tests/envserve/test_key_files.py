@@ -223,6 +223,18 @@ def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
+@pytest.mark.parametrize("number", [2, 13])
+def test_the_error_about_a_home_folder_that_is_not_writable_states_the_remedy(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "It refuses")
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    with pytest.raises(KeyFileError, match=r"It refuses; .* set ENVSERVE_HOME"):
+        folder.ensure_key("server")
+
+
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
