@@ -564,7 +564,8 @@ class BatchEnv:
         if not self._lock.acquire(blocking=False):
             raise self._in_use_error()
         try:
-            if group.queue.is_updating or self._unusable or not self._has_reset:
+            is_ready = self._has_reset and self._pending_call is None
+            if group.queue.is_updating or self._unusable or not is_ready:
                 self._begin(needs_reset=True)
             if out is not None:
                 self._check_out()
