@@ -16,10 +16,11 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.sessionless_requests import request_welcome
-from envserve.errors import ConnectError, SpaceError
+from envserve.errors import CallError, ConnectError, SpaceError
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
+from tests.oracle.probe_envs import MODULE
 
 from .conftest import WaitUntil, servers_in
 from .server_process import make_config
@@ -71,6 +72,22 @@ def test_local_and_remote_lanes_make_one_batch(addresses: list[str]) -> None:
             assert ours.infos.keys() == theirs.infos.keys()
         assert mixed.get_attr("render_mode") == [None] * 6
         np.testing.assert_array_equal(mixed.reset([5, 3]), local.reset([5, 3]))
+
+
+def test_a_call_that_only_one_lane_rejects_does_not_affect_the_envs(
+    addresses: list[str],
+) -> None:
+    config = make_config("envserve/Ledger-v0", 2, import_modules=(MODULE,))
+    with BatchEnv(lanes_of([("", config), (addresses[0], config)])) as batch:
+        batch.reset()
+        with pytest.raises(CallError, match=r"difficulty: .* 65536 ") as caught:
+            batch.set_attr("difficulty", [2, 2, 2, bytes(70_000)])
+        assert caught.value.env_index == 3
+        assert batch.get_attr("difficulty", [3]) == [1]
+        assert batch.step(np.zeros(4, np.int64)).valid.all()
+        with pytest.raises(CallError, match="call of 'reset' is not allowed") as caught:
+            batch.call(3, "reset")
+        assert caught.value.env_index == 3
 
 
 def test_unequal_spaces_are_an_error_naming_servers(addresses: list[str]) -> None:
