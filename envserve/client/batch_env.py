@@ -895,12 +895,8 @@ class BatchEnv:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
         if self._unusable:
             return
-        with contextlib.ExitStack() as stack:
-            for lane in self.lanes:
-                stack.callback(lane.close)
-            for lane in self.lanes:
-                lane.begin_close()
-            self._group.queue.close()
+        self._group.queue.close()
+        factory.close_lanes(self.lanes)
         self._unusable = "the batch is already closed"
 
     def __enter__(self) -> Self:

@@ -136,6 +136,29 @@ def test_a_failed_connect_leaves_no_envs_leased_on_other_servers(
         assert batch.reset().shape == (2, 4)
 
 
+def test_a_failed_connect_closes_all_lanes_at_the_same_time(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes a second to confirm, if its envs are still being built."""
+    events: list[str] = []
+    begin_close, close = RemoteLane.begin_close, RemoteLane.close
+
+    def record_begin(lane: RemoteLane) -> None:
+        events.append("begin")
+        begin_close(lane)
+
+    def record_close(lane: RemoteLane) -> None:
+        close(lane)
+        events.append("closed")
+
+    monkeypatch.setattr(RemoteLane, "begin_close", record_begin)
+    monkeypatch.setattr(RemoteLane, "close", record_close)
+    servers = [*addresses, "tcp://127.0.0.1:1"]
+    with pytest.raises(ConnectError):
+        BatchEnv.connect("CartPole-v1", servers, 3, connect_timeout=1.0)
+    assert events[:4] == ["begin", "closed", "begin", "begin"]
+
+
 def test_a_batch_cannot_be_copied_or_pickled() -> None:
     with BatchEnv.local("CartPole-v1", 1, 1) as batch:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
