@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -164,6 +166,24 @@ def test_a_batch_cannot_be_copied_or_pickled() -> None:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 copied(batch)
+
+
+#: Keeps the lanes' threads busy, which may run while the interpreter exits.
+NOT_CLOSED = """
+from envserve.client import BatchEnv
+from envserve.client.link import remote_lane
+remote_lane._KEEPALIVE_SECONDS = 0.0005
+batch = BatchEnv.connect("CartPole-v1", {}, 4)
+batch.reset()
+"""
+
+
+def test_a_script_that_does_not_close_its_batch_exits_without_errors(
+    addresses: list[str],
+) -> None:
+    command = [sys.executable, "-c", NOT_CLOSED.format(addresses)]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert ended.stderr == b""
 
 
 def test_a_garbage_collected_batch_releases_its_envs(

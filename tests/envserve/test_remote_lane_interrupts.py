@@ -337,16 +337,6 @@ def test_a_signal_handler_can_close_a_batch_that_waits(
         assert not run.connection.server.pools
 
 
-def test_a_lane_that_is_released_at_exit_is_not_used_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The keep-alive thread may run while the interpreter exits."""
-    with Run() as run:
-        run.lane._finalizer()
-        monkeypatch.setattr(run.connection, "receive", pytest.fail)
-        run.lane._maintain()
-
-
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
     """Interrupt the next `send`, either before or after it sends the message."""
     send = run.connection.send
