@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 import pytest
+import zmq
 
 from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
@@ -321,17 +322,23 @@ def test_an_interrupt_while_waiting_costs_nothing(
         assert run.step().valid.all()
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(SystemExit(), SystemExit), (zmq.ZMQError(zmq.ENOTSOCK), LocalProtocolError)],
+    ids=["exits", "returns"],
+)
 def test_a_signal_handler_can_close_a_batch_that_waits(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
 ) -> None:
+    """If the handler returns, ZeroMQ finds that the socket is closed."""
     with Run() as run:
 
-        def close_and_exit() -> None:
+        def close() -> None:
             run.batch.close()
-            raise SystemExit
+            raise error
 
-        monkeypatch.setattr(run.connection, "receive_soon", close_and_exit)
-        with pytest.raises(SystemExit):
+        monkeypatch.setattr(run.connection, "receive_soon", close)
+        with pytest.raises(raised):
             run.batch.step(np.zeros(run.batch.num_envs))
         assert run.batch.is_closed
         assert not run.connection.server.pools

@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+import zmq
+
 from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedContext
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
@@ -298,6 +300,8 @@ class RemoteLane:
                     else:
                         driver.wait(deadline)
                 except BaseException as error:
+                    if self._is_closing and isinstance(error, zmq.ZMQError):
+                        continue  # a signal handler has closed the lane
                     # The session requests a message again if the interrupt has lost it.
                     self._is_updating = False
                     mark_harmless(error)
