@@ -150,7 +150,8 @@ _BUILTINS: Final[dict[str, type[Exception]]] = {
 #: Python's messages about missing or unexpected constructor arguments. The groups are
 #: the name of the function and the unexpected argument.
 BAD_ARGUMENT: Final = re.compile(
-    r"([\w.<>]*)\(\) missing \d|got an unexpected keyword argument '(\w*)"
+    r"([\w.<>]*)\(\) (?:missing \d|takes no arguments)"
+    r"|got an unexpected keyword argument '(\w*)"
 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from envserve.envs.user_envs import writable_by_others
+from envserve.envs.user_envs import working_directory, writable_by_others
 from envserve.text import clone_folder
 
 #: Folder from which this process and its child processes import envserve.
@@ -60,13 +60,10 @@ def search_path() -> list[str]:
 
     Python adds the working directory in front when it runs `-c`, `-m`, a prompt or a
     notebook. This function moves it to the end, so that its files shadow no other
-    module, and omits it if other users can write to it.
+    module, and omits it if other users can write to it, or if it is not accessible.
     """
-    try:
-        working_dir = os.getcwd()
-    except FileNotFoundError:  # the folder was deleted
-        working_dir = ""
     path, main = [*sys.path], sys.modules.get("__main__")
+    working_dir = working_directory()
     is_script = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
     is_added = "" in path or not (is_script or sys.flags.safe_path)
     if is_added and working_dir != _ROOT:

@@ -32,6 +32,15 @@ _MAX_COMPARED_CHARS: Final = 1 << 12
 _MAX_COMPARED_WORDS: Final = 50
 _WORD: Final = re.compile(r'^  File ".*|[^\W_]+(?:-[^\W_]+)*', re.MULTILINE)
 _NUMBER: Final = re.compile(r"\d|^(nan|inf)$")
+#: Units of durations and their lengths in seconds.
+_UNITS: Final = (
+    ("d", 86400),
+    ("h", 3600),
+    ("min", 60),
+    ("s", 1),
+    ("ms", 1e-3),
+    ("us", 1e-6),
+)
 #: The version of an env name, which is ignored when names are compared.
 _VERSION: Final = re.compile(r"-v\d+$")
 #: Separators between a module or namespace and the name of an env.
@@ -75,9 +84,21 @@ def without_folders(text: str) -> str:
     return _FOLDERS.sub("", _CLONE.sub("'.", text))
 
 
+def duration(seconds: float) -> str:
+    """Format a duration in the largest unit that gives a value of at least 1."""
+    unit, length = next((u for u in _UNITS if seconds >= u[1]), _UNITS[-1])
+    return f"{float(f'{seconds / length:.3g}'):,g} {unit}"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number and a noun, such as "1 episode" or "1,000 episodes"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def rounded(number: float) -> str:
+    """Return a number with one decimal; below 1, with three significant digits."""
+    # Values below 1e-6 are usually rounding errors.
+    return f"{number:.3g}" if 1e-6 < abs(number) < 1 else f"{number:.1f}"
 
 
 def with_article(noun: str) -> str:

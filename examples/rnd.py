@@ -29,9 +29,15 @@ class Novelty:
 
     def before_update(self, run: Any, rollout: Any) -> dict[str, float]:
         """Change the rewards of a rollout, and train the predictor."""
-        # The observation after each step, [T * B, ...].
+
+        def after_steps(rows: np.ndarray, final: np.ndarray) -> np.ndarray:
+            """Return the observation after each step, `[T * B, ...]`."""
+            rows, ended = rows[1:].copy(), rollout.done & rollout.valid
+            rows[ended] = final[ended]  # `rows` has the next episode's observation
+            return rows.reshape(-1, *rows.shape[2:])
+
         next_observation = tf.nest.map_structure(
-            lambda rows: rows[1:].reshape(-1, *rows.shape[2:]), rollout.observation
+            after_steps, rollout.observation, rollout.final_observation
         )
         preprocess = run.agent.preprocess
         inputs, _ = preprocess.inputs(preprocess(next_observation))

@@ -84,21 +84,26 @@ class TrainingRun:
             act_on=config.act_on,
             num_rollouts=1 + config.overlap,
         )
-        for part in tf.nest.flatten(self.algorithm.trackables):
+        parts = tf.nest.flatten(self.algorithm.trackables)
+        for part in parts:
             if not getattr(part, "built", True):
                 raise ConfigError(
                     f"algorithm {config.algorithm}: expected trackables with "
                     f"variables; got {type(part).__name__}, which is not built yet; "
                     "build it in __init__, so that a checkpoint can restore it."
                 )
+        got: Any = None
         try:
-            trackables = dict(self.algorithm.trackables)
+            for got in parts:  # a checkpoint ignores numbers in nested dicts and lists
+                tf.train.Checkpoint(part=got)
+            got = self.algorithm.trackables
+            trackables = dict(got)
             training_state(self.agent, trackables)
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {config.algorithm}: expected trackables, a dict from names "
                 "other than agent to optimizers, Keras models, variables or "
-                f"tf.train.Checkpoints, got {self.algorithm.trackables!r:.200}."
+                f"tf.train.Checkpoints, got {got!r:.200}."
             ) from error
         # With `overlap`, a copy of the agent's variables, which rollouts use.
         self._snapshot: Any = None

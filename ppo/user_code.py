@@ -211,5 +211,9 @@ class Callbacks:
                     )
                 check_metric_names(numbers)
                 numbers = {key: float(value) for key, value in numbers.items()}
-        names = numbers.keys() - {*metrics, "steps"}
-        return {k: numbers[k] for k in names if not k.startswith("evaluation_")}
+        reserved = {*metrics, "steps"}
+        return {
+            name: number
+            for name, number in numbers.items()
+            if name not in reserved and not name.startswith("evaluation_")
+        }

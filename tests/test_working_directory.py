@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from envserve.cli.options import add_working_directory
 from envserve.crashes.repro_file import encode_repro
+from envserve.python_process import search_path
 from ppo.config import Config
 from ppo.run_folder.folder import RunFolder
 from tests.envserve.test_replay import make_repro
@@ -177,6 +180,24 @@ def test_children_search_the_working_directory_last_and_only_if_it_is_safe(
     assert [entry == str(folder) for entry in path].count(True) == is_last
     assert (path[-1] == str(folder)) == is_last
     assert (path[0] == str(folder.parent)) == (flag == "file")
+
+
+def test_a_working_directory_that_is_not_accessible_is_not_searched(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    lstat = os.lstat
+
+    def fails(path: str) -> os.stat_result:
+        if path == str(folder):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return lstat(path)
+
+    monkeypatch.setattr(os, "lstat", fails)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    assert not {"", str(folder)} & {*search_path()}
+    add_working_directory(["no_such_module"])
+    assert str(folder) not in sys.path
 
 
 def test_a_folder_of_pythonpath_keeps_its_place_in_children(folder: Path) -> None:

@@ -191,4 +191,5 @@ def running_server(
         ready = server.stdout.readline()
         if not ready:
             raise ServerError(f"the server did not start: {' '.join(command)}")
-        yield ready.split()[3]  # "envserve: ready on ADDRESS with ..."
+        # "envserve: ready on ADDRESS with ..."; a path may contain spaces.
+        yield ready.removeprefix("envserve: ready on ").rpartition(" with ")[0]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import signal
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -50,6 +49,7 @@ def demo(
     """
     from envserve.demo.run import Demo
     from envserve.monitoring.page.data_feed import DataFeed
+    from envserve.wire.sockets import socket_folder
 
     import_from_here((), env)
     # Do not log to the terminal: the page, or the terminal view, shows faults.
@@ -60,7 +60,7 @@ def demo(
     try:
         with (
             contextlib.suppress(KeyboardInterrupt),
-            tempfile.TemporaryDirectory(prefix="envserve-") as folder,
+            socket_folder() as folder,
         ):
             with Demo(env, num_envs, run := Path(folder, "demo")) as running:
                 if seconds is not None:

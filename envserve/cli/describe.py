@@ -51,6 +51,7 @@ def describe(
             modes = metadata_of(batch).get("render_modes", ())
             batch.reset()
             actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
+            batch.step(next(actions))  # may compile, or wait for a simulator to start
             seconds = time_each(batch.step, actions, 0.5)
     except EnvserveError as error:
         fail(error)

@@ -144,7 +144,7 @@ def _resources() -> Iterator[_Finding]:
     cores, total = num_cores(), os.cpu_count()
     reason = "" if cores == total else ", limited by a quota or CPU pinning"
     yield _finding("cores", f"{cores} of {total} for workers{reason}")
-    if sys.platform == "linux":
+    if os.path.exists("/proc/meminfo"):
         lines = Path("/proc/meminfo").read_text().splitlines()
         gib = {columns[0]: int(columns[1]) / 2**20 for columns in map(str.split, lines)}
         limits = cgroup_limits(Path("/"), "memory", ("limit_in_bytes",))
@@ -170,7 +170,9 @@ def _resources() -> Iterator[_Finding]:
             file.write(bytes(1 << 16))
         yield _finding("temporary folder", f"{tempfile.gettempdir()} is writable")
     except OSError as error:
-        remedy = "bench, demo, videos and crash files need it; make room or set TMPDIR"
+        remedy = (
+            "ppo, bench, demo, videos and crash files need it; make room or set TMPDIR"
+        )
         yield _finding("temporary folder", str(error), remedy)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,7 +15,7 @@ from envserve.cli.program import Option
 from envserve.cli.terminal import fail
 from envserve.errors import AddressError, CodecError, EnvserveError, KeyFileError
 from envserve.keys import formats
-from envserve.keys.grant import parse_words
+from envserve.keys.grant import Grant, parse_words
 from envserve.keys.key_folder import KeyFolder, Role
 
 _AT_HELP: Final = (
@@ -68,14 +70,14 @@ def make(
             local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)
-            # The pin is written last, so a folder with a pin is complete. Do not write
-            # the client's line in `clients` again, because the operator may have
-            # changed or removed it.
-            if client.pinned_addresses:
-                client.add_pin(at, key.public, name)
-                continue
-            public = formats.encode(formats.PUBLIC, client.ensure_key("client").public)
-            server.clients.add(parse_words([name, public]), time.time())
+            # The pin is written last, so a folder with a pin and a key is complete. Do
+            # not write the client's line in `clients` again, because the operator may
+            # have changed or removed it.
+            if not (client.pinned_addresses and client.key("client")):
+                public = client.ensure_key("client").public
+                old = server.clients.find_name(name, -math.inf)
+                grant = replace(old or Grant(name=name, public=public), public=public)
+                server.clients.add(grant, time.time())
             client.add_pin(at, key.public, name)
     print(f"{dir_}: {' '.join(sorted(path.name for path in dir_.iterdir()))}")
 

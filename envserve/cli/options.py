@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -14,7 +13,12 @@ from msgspec import Meta
 from envserve.address import DEFAULT_PORT
 from envserve.cli.program import Option
 from envserve.cli.terminal import fail
-from envserve.envs.user_envs import is_user_env, split_reference, writable_by_others
+from envserve.envs.user_envs import (
+    is_user_env,
+    split_reference,
+    working_directory,
+    writable_by_others,
+)
 from envserve.errors import AddressError, EnvStartError, KeyFileError
 
 #: Address of a server on this host, unless it was started with --bind.
@@ -129,11 +133,8 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
     """
     modules = [split_reference(reference)[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
-    if not missing and not always:
-        return
-    try:
-        working_dir = os.getcwd()
-    except FileNotFoundError:  # the folder was deleted, so it contains no modules
+    working_dir = working_directory()
+    if not (working_dir and (missing or always)):
         return
     if not (folder := writable_by_others(working_dir)):
         sys.path.append(working_dir)  # last, so that its files shadow no other module

@@ -36,7 +36,7 @@ from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import EnvserveError, SelfTestError, ServerError
 from envserve.python_process import uncollected_imports
 from envserve.settings import HostSettings
-from envserve.text import nearest_name
+from envserve.text import counted, nearest_name
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Flags that are not named after their field.
@@ -196,9 +196,10 @@ def _serve(
         if address_file is not None:
             _write_addresses(address_file, addresses)
         print(
-            f"envserve: ready on {' '.join(addresses)} with {num_names} env "
-            f"name{'s' * (num_names != 1)}, "
-            f"up to {host.total_envs} envs in {host.num_workers} workers",
+            f"envserve: ready on {' '.join(addresses)} with "
+            f"{counted(num_names, 'env name')}, up to "
+            f"{counted(host.total_envs, 'env')} in "
+            f"{counted(host.num_workers, 'worker')}",
             flush=True,
         )
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from envserve.cli.options import THIS_HOST, Addresses, Insecure, Timeout
 from envserve.cli.terminal import console
+from envserve.text import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +22,6 @@ _TABLE_WIDTH: Final = 76
 #: Minimum width for tables with a release column; otherwise, the releases are listed
 #: below the tables.
 _RELEASE_COLUMN_WIDTH: Final = 110
-_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3))
 _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung"}
 
 
@@ -137,10 +137,4 @@ def _number(value: float | None) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """Format a duration in the largest unit that gives a value of at least 1."""
-    if seconds is None:
-        return "-"
-    for unit, unit_seconds in _UNITS:
-        if seconds >= unit_seconds:
-            return f"{seconds / unit_seconds:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return "-" if seconds is None else duration(seconds)

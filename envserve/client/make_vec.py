@@ -341,7 +341,7 @@ def make_batch(
       num_envs: See `make_vec`.
       addresses: See `make_vec`.
       fixed: Options that the user must not set, with their values.
-      expected: Text after "expected" in the error message about such an option.
+      expected: The expected value, for the error message about such an option.
       num_workers: See `make_vec`.
       render_mode: See `make_vec`.
       **options: See `make_vec`.

@@ -11,6 +11,7 @@ import numpy as np
 
 from envserve.lane import Lane
 from envserve.slab import Array, Status
+from envserve.text import duration
 
 #: Number of recent steps whose latencies are kept.
 _NUM_LATENCIES: Final = 1024
@@ -48,12 +49,12 @@ class BatchStats:
         return f"<BatchStats {self}>"
 
     def __str__(self) -> str:
-        """Return a one-line summary, with latencies in milliseconds."""
+        """Return a one-line summary."""
         parts = [
             f"{self.steps:,} steps",
             f"{self.valid_rows:,} of {self.rows:,} rows valid",
             *(f"{name}: {number:,}" for name, number in self.invalid_rows.items()),
-            *(f"{k} {1000 * v:.3g} ms" for k, v in self.latency_seconds.items()),
+            *(f"{k} {duration(v)}" for k, v in self.latency_seconds.items()),
         ]
         for lane, counts in self.lanes.items():
             counters = ", ".join(f"{key} {number:,}" for key, number in counts.items())

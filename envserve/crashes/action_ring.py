@@ -58,8 +58,8 @@ _RECORD: Final = np.dtype(
 )
 #: Count of an event that has not happened.
 _NEVER: Final = -1
-#: Value of "options_at" if a reset without options followed the reset with options, and
-#: no step was in between. The count would be the same for both resets.
+#: Value of "options_at" if the reset with options was followed directly by a reset
+#: without options. Both have the same number of steps, so the number does not suffice.
 _BEFORE_LAST_RESET: Final = -2
 #: Indices of a row's records: for its current env, and for the last env that failed.
 _CURRENT, _FAILED = range(2)

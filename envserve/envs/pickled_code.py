@@ -10,13 +10,17 @@ a server never passes pickled code to its workers.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 import re
 import sys
+import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final, Self
+from types import CodeType
+from typing import Any, ClassVar, Final, Self
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
@@ -205,6 +209,8 @@ class UserCode:
                 known = gymnasium.registry.get(name)
                 spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
+        # The modules that define these envs register them again when they are imported.
+        warnings.filterwarnings("ignore", ".*Overriding environment")
         for name, wrapper in code.wrappers.items():
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
         return code
@@ -248,8 +254,23 @@ def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
 def _pickle(value: object) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
+    table = cloudpickle.Pickler.dispatch_table
+
+    def reduce_code(code: CodeType) -> tuple[Any, ...]:
+        _, arguments = table[CodeType](code)
+        return _code_in_file, (code.co_filename, *arguments)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar[Any] = ChainMap({CodeType: reduce_code}, table)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _code_in_file(filename: str, *arguments: Any) -> CodeType:
+    """Create a code object; cloudpickle itself drops the name of its file."""
+    return CodeType(*arguments).replace(co_filename=filename)
 
 
 def _pickle_loaded_files_by_value() -> None:

@@ -142,11 +142,14 @@ def _import_module(module: str) -> ModuleType:
         ]
         ends = dict.fromkeys([*frames[:1], *frames[-1:]])
         where = f" ({', '.join(ends)})" if ends else ""
-        is_missing = isinstance(error, ModuleNotFoundError)
-        hint = f"; {_install_command(error) or _INSTALL_HINT}" if is_missing else ""
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = f"; {_install_command(error) or _INSTALL_HINT}"
+        elif module.endswith(".py") and "no known parent package" in message_of(error):
+            hint = f"; name the module instead, such as my_package.{Path(module).stem}"
         raise EnvStartError(
-            f"expected a module or file that registers envs; importing {module!r} "
-            f"failed with {type(error).__name__}: {message_of(error)}{where}{hint}"
+            f"expected a module or file with envs; importing {module!r} failed with "
+            f"{type(error).__name__}: {message_of(error)}{where}{hint}"
         ) from error
     finally:
         if os.getpid() != pid:  # this is a child process that the module has forked
@@ -327,7 +330,8 @@ def _raise_for_arguments(
     accepted = arguments_of(creator)
     classes = getattr(creator, "__mro__", ())
     names = {f"{cls.__qualname__}.__init__" for cls in classes}
-    names = names or {getattr(creator, "__qualname__", "")}
+    # Without an `__init__`, the message contains only the name of the class.
+    names.add(getattr(creator, "__name__" if names else "__qualname__", ""))
     match = BAD_ARGUMENT.search(str(error))
     if match and (
         match[1] in names or (match[2] in kwargs and match[2] not in accepted)
@@ -425,6 +429,12 @@ def find_spec(name: str) -> EnvSpec:
         _register_installed()
     if name in gymnasium.registry:
         return gymnasium.registry[name]
+    module, attribute = user_envs.split_reference(name)
+    if attribute and "/" in module and not module.endswith("py"):
+        raise UnknownEnv(
+            f"expected a file or a module before the colon; got {name!r}; pass "
+            f"{module}.py:{attribute}, or the name of the module as in an import"
+        )
     if not user_envs.is_importable(name):
         raise UnknownEnv(
             f"expected an env that can be imported; got {name!r}, which is defined in "
@@ -440,7 +450,8 @@ def find_spec(name: str) -> EnvSpec:
             for module, names in _names_by_module.items()
         )
     hint = hint or (
-        f"; if a module or file registers it, pass MODULE:{name} or FILE.py:{name}, or "
-        f"import the module with --import (import_modules)"
+        "; name a user env with its file or module, like my_env.py:MyEnv or "
+        "my_package.envs:MyEnv, or import the module that registers it with --import "
+        "(import_modules)"
     )
     raise UnknownEnv(f"no env named {name!r} is registered{hint}")

@@ -183,6 +183,19 @@ def sibling_imports(file: str) -> Iterator[None]:
         raise
 
 
+def working_directory() -> str:
+    """Return the working directory; "" if it was deleted or is not accessible.
+
+    After `sudo -u USER`, for example, it may be below the home folder of another user.
+    """
+    try:
+        folder = os.getcwd()
+        os.lstat(folder)
+    except OSError:
+        return ""
+    return folder
+
+
 def writable_by_others(path: str) -> str:
     """Return the path through which other users can change a file or folder, or "".
 

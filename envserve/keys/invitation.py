@@ -50,7 +50,7 @@ class Invitation:
         line = line.strip()
         match = _LINE.fullmatch(line)
         if match is None:
-            found_text = f"{len(line)} other characters"
+            found_text = f"{len(line)} other characters" if line else "an empty line"
             if line.startswith(formats.INVITATION):
                 found_text = f"a line of {len(line)} characters, which is incomplete"
             raise CodecError(

@@ -166,5 +166,5 @@ class VideoWriter:
         messages = [line.strip() for line in lines if line.strip()]
         return VideoError(
             f"{self._path}: ffmpeg cannot write the video: "
-            f"{messages[-1] if messages else 'it exited without a message'}"
+            f"{messages[0] if messages else 'it exited without a message'}"
         )

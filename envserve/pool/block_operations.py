@@ -325,61 +325,86 @@ class BlockOperations:
 
     def _on_reply(self, slot: _BlockSlot, payload: bytes, now: float) -> None:
         """Finish an operation that needs more than the fast path of `handle`."""
-        worker, block, config = slot.worker, slot.block, self._workers.config
-        is_step = slot.kind == _STEP
+        worker, block = slot.worker, slot.block
         try:
             if slot.kind == MessageKind.CALL:
                 self._finish(slot, decode_results(payload, block))
                 return
-            outcome, rebuilt = decode_report(payload, block, config.max_infos_kib)
+            max_infos_kib = self._workers.config.max_infos_kib
+            outcome, rebuilt = decode_report(payload, block, max_infos_kib)
         except ValueError as error:
             worker.kill(f"sent an invalid report: {error}", now)
             return
         for row in rebuilt:
             self._workers.incarnations[row] += 1
-        if is_step and block.index in self.losses:
-            status, text = self.losses.pop(block.index)
-            slot.resetting = {*block.rows} if self._is_next_step else set()
-            write_lost(self._rows, block.row_slice, status)
-            self.metrics.record_lost(block.index, status, slot.started_at, now)
-            lost = [Fault(row, status, text) for row in block.rows]
-            self._finish(slot, Outcome(block.index, faults=lost))
-            return
-        if is_step:
-            worker.has_stepped |= len(slot.resetting) < len(block.rows)
-            if slot.failing_rows or slot.resetting or outcome.faults:
-                self._replace_if_failing(slot, outcome.faults, now)
+        if slot.kind != _STEP:
+            outcome = self._end_reset(slot, outcome, now)
+        elif block.index in self.losses:
+            outcome = self._end_loss(slot, now)
         else:
-            slot.resetting.difference_update(slot.task.reset_rows)
-            if len(slot.task.reset_rows) == len(block.rows):
-                self.losses.pop(block.index, None)
-        has_arguments = not is_step and slot.task.payload
-        faults = outcome.faults
-        for fault in faults:
-            if is_step:
-                part = slice(fault.env_index, fault.env_index + 1)
-                write_lost(self._rows, part, fault.status)
-                self.metrics.invalid[fault.status] += 1
-            is_same = config.vectorized and fault is not faults[0]
-            if not (has_arguments or is_same):
-                self.metrics.faults[fault.status] += 1
-                self.fault_log.log_env_failure(fault, worker, now)
-        for fault in outcome.retried:
-            self.fault_log.log_env_failure(fault, worker, now)
-        if is_step:
-            self.metrics.record_step(block.index, now - slot.started_at, now)
+            self._end_step(slot, outcome, now)
         if outcome.warnings:
             outcome = outcome._replace(
                 warnings=self.fault_log.warn_once(outcome.warnings)
             )
-        if faults and not is_step:
-            # The operation ends with an error, although all envs were reset: an env
-            # that failed was rebuilt, and reset without seed and options.
-            failure = self.fault_log.reset_error(faults[0])
-            if has_arguments:
-                self.fault_log.log_reset_error(failure, len(faults), now)
-            outcome = Outcome(block.index, error=failure)
         self._finish(slot, outcome)
+
+    def _end_loss(self, slot: _BlockSlot, now: float) -> Outcome:
+        """Return the outcome of the first step of a lost block in its new process."""
+        block = slot.block
+        status, text = self.losses.pop(block.index)
+        slot.resetting = {*block.rows} if self._is_next_step else set()
+        write_lost(self._rows, block.row_slice, status)
+        self.metrics.record_lost(block.index, status, slot.started_at, now)
+        faults = [Fault(row, status, text) for row in block.rows]
+        return Outcome(block.index, faults=faults)
+
+    def _end_step(self, slot: _BlockSlot, outcome: Outcome, now: float) -> None:
+        """Mark the rows that failed in a step, and record the step."""
+        block, faults = slot.block, outcome.faults
+        slot.worker.has_stepped |= len(slot.resetting) < len(block.rows)
+        if slot.failing_rows or slot.resetting or faults:
+            self._replace_if_failing(slot, faults, now)
+        for fault in faults:
+            row = fault.env_index
+            write_lost(self._rows, slice(row, row + 1), fault.status)
+            self.metrics.invalid[fault.status] += 1
+        self._log_failures(slot, faults, outcome.retried, now)
+        self.metrics.record_step(block.index, now - slot.started_at, now)
+
+    def _end_reset(self, slot: _BlockSlot, outcome: Outcome, now: float) -> Outcome:
+        """Return the outcome of a reset.
+
+        It is an error if an env failed, although all envs were reset: an env that
+        failed was rebuilt, and reset without seed and options.
+        """
+        task, faults = slot.task, outcome.faults
+        slot.resetting.difference_update(task.reset_rows)
+        if len(task.reset_rows) == len(slot.block.rows):
+            self.losses.pop(slot.block.index, None)
+        has_arguments = bool(task.payload)  # errors are usually the caller's mistakes
+        failures = [] if has_arguments else faults
+        self._log_failures(slot, failures, outcome.retried, now)
+        if not faults:
+            return outcome
+        error = self.fault_log.reset_error(faults[0])
+        if has_arguments:
+            self.fault_log.log_reset_error(error, len(faults), now)
+        return Outcome(slot.block.index, error=error)
+
+    def _log_failures(
+        self,
+        slot: _BlockSlot,
+        faults: Sequence[Fault],
+        retried: Sequence[Fault],
+        now: float,
+    ) -> None:
+        # If a vector env fails, all its rows have the same fault.
+        failures = faults[:1] if self._workers.config.vectorized else faults
+        for fault in failures:
+            self.metrics.faults[fault.status] += 1
+        for fault in (*failures, *retried):
+            self.fault_log.log_env_failure(fault, slot.worker, now)
 
     def _replace_if_failing(
         self, slot: _BlockSlot, faults: Sequence[Fault], now: float
@@ -496,12 +521,12 @@ class BlockOperations:
         self.outcomes = [*finished.values()]
 
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
-        """Mark a block's rows as lost; run a finished step or reset again.
+        """Mark a block's rows as lost; repeat its step or reset if it is not collected.
 
         Args:
           slot: The slot of the block.
-          finished: Outcomes that are not collected yet, by block. If the block's
-            operation is run again, its outcome is removed.
+          finished: Outcomes that are not collected yet, by block. If the block's step
+            or reset is repeated, its outcome is removed.
         """
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
         rows, part = self._rows, slot.block.row_slice

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Final
 
-from envserve.envs.registry import offered_names, preload
+from envserve.envs.registry import import_env_modules, offered_names, preload
 from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
 
@@ -150,8 +150,16 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
     loaded = set(sys.modules)
     try:
         names = offered_names(host.env_names, host.import_modules)
-        for name in names if host.env_names else ():
-            preload(name)
+        if not host.env_names:
+            names = import_env_modules(host.import_modules)
+        for name in names:
+            try:
+                preload(name)
+            except EnvStartError as error:
+                # A module may register envs whose packages are not installed.
+                is_missing = isinstance(error.__cause__, ModuleNotFoundError)
+                if host.env_names or not is_missing:
+                    raise
     except Exception as error:
         send((str(error) or repr(error), []))
     else:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from envserve.envs.user_envs import env_name_of
-from envserve.errors import UnknownEnv
+from envserve.errors import ServerError, UnknownEnv
 from envserve.keys import formats
 from envserve.keys.key_folder import KeyFolder
 from envserve.monitoring.metrics_port import MetricsPort
@@ -47,6 +47,9 @@ _IMPORT_CHECK_SECONDS: Final = 0.1
 _REVOCATION_NOTICE_SECONDS: Final = 0.25
 #: Maximum number of copies of a reply in memory until ZeroMQ has sent it.
 _MAX_REPLY_COPIES: Final = 4
+#: Number of file descriptors that a server with one client and two workers needs. With
+#: fewer, ZeroMQ may abort the process.
+_MIN_DESCRIPTORS: Final = 48
 #: Maximum number of file descriptors to reserve for workers; never more than a quarter
 #: of all descriptors are reserved.
 _MAX_RESERVED_DESCRIPTORS: Final = 1024
@@ -72,13 +75,18 @@ async def serve(
     Raises:
       KeyFileError: A key file cannot be used, or no client has a key.
       SelfTestError: The server does not reject an unknown key.
-      ServerError: The server cannot listen on an address or on the metrics port.
+      ServerError: The server cannot listen on an address or on the metrics port, or the
+        limit of open files is too low.
       UnknownEnv: A name in `vector_envs` is not offered.
       EnvStartError: A module cannot be imported, or a name in `env_names` is not
         registered.
     """
     loop = asyncio.get_running_loop()
-    num_descriptors = raise_file_limit()
+    if 0 <= (num_descriptors := raise_file_limit()) < _MIN_DESCRIPTORS:
+        raise ServerError(
+            f"a server needs at least {_MIN_DESCRIPTORS} open files, but this process "
+            f"may open at most {num_descriptors}; raise the hard limit (ulimit -n)"
+        )
     _protect_memory_from_envs(settings.worker_user)
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(ShutdownSignals(loop))
@@ -227,7 +235,7 @@ async def _open_sockets(
     ):
         access = Access(KeyFolder())
         access.check_binds(settings.binds)
-        access.read_in_threads(loop)
+        access.read_in_threads()
 
     def describe(user: str) -> tuple[str, str]:
         grant = None if access is None else access.grant_of(user)

@@ -10,6 +10,7 @@ from typing import Final
 
 import zmq
 
+from envserve.errors import ServerError
 from envserve.keys.key_pair import KeyPair
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -65,9 +66,19 @@ def use_keys(
 
 
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
-    """Create a folder of mode 0700 for ipc sockets; in /tmp if TMPDIR is too long."""
-    is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
-    return tempfile.TemporaryDirectory("", "envserve-", "/tmp" if is_long else None)
+    """Create a folder of mode 0700 for ipc sockets; in /tmp if TMPDIR is too long.
+
+    Raises:
+      ServerError: No folder can be created.
+    """
+    try:
+        is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
+        return tempfile.TemporaryDirectory("", "envserve-", "/tmp" if is_long else None)
+    except OSError as error:
+        raise ServerError(
+            f"cannot create a temporary folder: {error.strerror}; make room or set "
+            f"TMPDIR"
+        ) from None
 
 
 def event_fd(socket: zmq.Socket[bytes]) -> int:

@@ -406,7 +406,9 @@ class _Template:
             for passed_fd in fds:
                 os.close(passed_fd)
             self._pipes.finish(request)
-            self._report({"fork": request, "error": str(error)})
+            limits = "memory and its limits on processes (ulimit -u, pids.max)"
+            text = f"{error}; check this host's {limits}"
+            self._report({"fork": request, "error": text})
             return
         if pid == 0:
             self._run_worker(parent, fd, stderr_fd)
@@ -545,7 +547,7 @@ def _import_error(modules: list[str]) -> str:
 
 def _thread_ids() -> set[object]:
     """Return the ids of all threads, on Linux including those of native libraries."""
-    if sys.platform == "linux":
+    with contextlib.suppress(OSError):  # /proc may not be mounted, as in a chroot
         return {*os.listdir("/proc/self/task")}
     return {thread.ident for thread in threading.enumerate()}
 

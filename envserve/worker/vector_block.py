@@ -417,7 +417,11 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
     name = config.env_name
     known = find_spec(name)
     if known.vector_entry_point is None:
-        raise UnknownEnv(f"no env named {name!r} has a vector_entry_point")
+        raise UnknownEnv(
+            f"no env named {name!r} has a vector_entry_point; to name a VectorEnv "
+            f"class, register it: gymnasium.register('MyEnv-v0', "
+            f"vector_entry_point='my_module:MyVectorEnv')"
+        )
     context = config.context_of(rows.start, config.worker, config.num_workers)
     mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
     prepare_rendering(kwargs)

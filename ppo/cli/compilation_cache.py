@@ -2,8 +2,8 @@
 
 TensorFlow writes entries atomically, so processes can share the folder. Before it uses
 the folder, this module checks for problems that would abort a training run: a folder
-that is not writable, a full disk, and incomplete entries after a crash of the host. A
-folder to which other users can write is not used, because they could add code.
+that is not writable, a full disk or quota, and incomplete entries after a crash of the
+host. A folder to which other users can write is not used, because they could add code.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from envserve.envs.user_envs import writable_by_others
 
 _FLAG = "--tf_xla_persistent_cache_directory"
 _MAX_BYTES = 256 << 20  # maximum cache size; the code of an update has about 2 MB
+_PROBE_BYTES = 8 << 20  # size of a file that must fit into the folder
 #: Age of a temporary file after which the process that wrote it must have been killed.
 _UNFINISHED_SECONDS = 3600.0
 
@@ -41,7 +42,8 @@ def enable_compilation_cache(tensorflow_version: str) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if writable_by_others(str(folder)):  # others could add code, which is run
             return
-        tempfile.TemporaryFile(dir=folder).close()
+        with tempfile.TemporaryFile(dir=folder) as file:  # fails if a quota is used up
+            file.write(bytes(_PROBE_BYTES))
         _clean_up(root, now=folder.stat().st_mtime)
         has_space = shutil.disk_usage(folder).free > _MAX_BYTES
         if has_space and len(str(folder).split()) == 1:  # spaces separate flags

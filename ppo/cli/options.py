@@ -30,6 +30,7 @@ from envserve.envs.user_envs import (
     is_user_env,
     split_reference,
     with_absolute_path,
+    working_directory,
 )
 from envserve.errors import AddressError, EnvserveError, ServerLost
 from envserve.python_process import uncollected_imports
@@ -128,8 +129,9 @@ def user_command(program: str) -> str:
     path, found = Path(get_path("scripts"), program), shutil.which(program)
     if not path.exists() or (found is not None and path.samefile(found)):
         return program
-    is_below = path.is_relative_to(Path.cwd())
-    return shlex.quote(str(path.relative_to(Path.cwd()) if is_below else path))
+    here = working_directory()
+    is_below = here and path.is_relative_to(here)
+    return shlex.quote(str(path.relative_to(here) if is_below else path))
 
 
 Run = Annotated[Path, Option("Run folder of `ppo train`.", values=run_folders)]
@@ -247,10 +249,16 @@ def start_tensorflow(
         layers.
 
     Raises:
-      BadInputError: TensorFlow is not installed.
+      BadInputError: TensorFlow is not installed, or there is no temporary folder.
     """
     # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise BadInputError(
+            f"TensorFlow needs a temporary folder: {error.strerror}; set TMPDIR."
+        ) from None
     uses_onednn = config is not None and not config.jit_compile
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", str(int(uses_onednn)))
     try:

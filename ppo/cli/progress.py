@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from envserve.text import printable
+from envserve.text import printable, rounded
 
 if TYPE_CHECKING:
     from ppo.train import Progress
@@ -225,7 +225,7 @@ class Screen:
             f"{speed:,.0f} steps/s",
         ]
         mean = progress.mean_return
-        results = [f"return {'-' if math.isnan(mean) else f'{mean:.1f}'}"]
+        results = [f"return {'-' if math.isnan(mean) else rounded(mean)}"]
         if progress.lost_steps:
             results.append(f"{progress.lost_steps:,} lost")
         metrics = progress.metrics

@@ -14,6 +14,7 @@ import numpy as np
 from envserve.host_resources import num_cores
 from envserve.python_process import main_command
 from envserve.regular_file import open_no_link
+from envserve.text import rounded
 from ppo.cli.options import user_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
@@ -62,7 +63,8 @@ def train_seeds(
     for seed, run in runs.items():
         with run.writing():
             run.path.mkdir(exist_ok=True)
-        run.save_config(plan.config.replace(seed=seed))
+        if _mean_return(plan, run) is None:  # unless the seed has finished
+            run.save_config(plan.config.replace(seed=seed))
         run.save_env_source(plan.env_source)
     at_once = min(at_once or num_cores(), len(runs))
     share = max(1, num_cores() // at_once)
@@ -76,15 +78,17 @@ def train_seeds(
         scores = np.array(list(returns.values()))
         low, high = bootstrap_interval(scores)
         screen.print(
-            f"Mean return {scores.mean():.1f} over {len(scores)} of {len(runs)} seeds, "
-            f"std {scores.std(ddof=min(1, len(scores) - 1)):.1f}, 95 % interval "
-            f"{low:.1f} to {high:.1f}, lowest {scores.min():.1f}"
+            f"Mean return {rounded(scores.mean())} "
+            f"over {len(scores)} of {len(runs)} seeds, "
+            f"std {rounded(scores.std(ddof=min(1, len(scores) - 1)))}, 95 % interval "
+            f"{rounded(low)} to {rounded(high)}, lowest {rounded(scores.min())}"
         )
         if len(scores) >= 4:  # otherwise, the interquartile mean equals the mean
             low, high = bootstrap_interval(scores, statistic=interquartile_mean)
+            mean = float(interquartile_mean(scores))
             screen.print(
-                f"Interquartile mean {interquartile_mean(scores):.1f}, 95 % interval "
-                f"{low:.1f} to {high:.1f}"
+                f"Interquartile mean {rounded(mean)}, 95 % interval "
+                f"{rounded(low)} to {rounded(high)}"
             )
         metric = "evaluation_return" if plan.config.evaluate_every else "mean_return"
         with contextlib.suppress(SystemExit):  # matplotlib may not be installed
@@ -126,7 +130,7 @@ def _train(
             for seed in [seed for seed in running if running[seed].poll() is not None]:
                 code, mean = running.pop(seed).wait(), _mean_return(plan, runs[seed])
                 if mean is not None:
-                    screen.print(f"seed {seed}: mean return {mean:.1f}")
+                    screen.print(f"seed {seed}: mean return {rounded(mean)}")
                 elif not stop.has_fired():
                     num_failed += 1
                     reason = _last_output(runs[seed]) or f"exit code {code}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import Meta
 
 from envserve.cli.options import Count
-from envserve.text import counted
+from envserve.text import counted, rounded
 from ppo.cli.options import (
     Checkpoint,
     Connect,
@@ -75,7 +75,7 @@ def film(
     from ppo.evaluation.videos import visualize_run
 
     def report(path: Path, episode: "Episode") -> None:
-        result = f"return {episode.total_reward:.1f}, {episode.length} steps"
+        result = f"return {rounded(episode.total_reward)}, {episode.length} steps"
         screen.print(f"{path}: {result}")
 
     if outdir is None:  # a link that the user names is followed
@@ -94,6 +94,6 @@ def film(
     )
     if episodes > 1:
         screen.print(
-            f"Mean return {evaluation.mean_return:.1f}, standard deviation "
-            f"{evaluation.std_return:.1f}, over {number}"
+            f"Mean return {rounded(evaluation.mean_return)}, standard deviation "
+            f"{rounded(evaluation.std_return)}, over {number}"
         )

@@ -299,18 +299,19 @@ def load_config(name: str) -> Config:
 def recommended_settings(observation_space: Any, action_space: Any) -> dict[str, Any]:
     """Return a dict of settings for an env that has no named config.
 
-    Envs with images get the Atari settings, without the entropy bonus if actions are
-    continuous. If the observations also contain parts that are not images, the networks
-    get hidden layers: otherwise, policy and value would be linear in these parts.
+    Envs with images get the Atari settings, without the entropy bonus if actions are a
+    Box. If the observations also contain parts that are not images, the networks get
+    hidden layers: otherwise, policy and value would be linear in these parts.
 
-    Envs without images get normalised advantages and an entropy bonus if actions are
-    discrete. If actions are continuous, they get a GAE lambda of 0.9, like most MuJoCo
-    tasks.
+    Envs without images get a GAE lambda of 0.9, like most MuJoCo tasks, if actions are
+    a Box, and otherwise normalised advantages and an entropy bonus.
     """
     # Import lazily, so that configs can be read without Gymnasium.
+    from gymnasium.spaces import Box
+
     from ppo.spaces import flat_leaves, is_image, space_leaves
 
-    is_continuous = action_space.dtype is not None and action_space.dtype.kind == "f"
+    is_continuous = isinstance(action_space, Box)  # also for integers: a Gaussian
     leaves = space_leaves(observation_space)
     if isinstance(leaves, dict):
         leaves.pop("action_mask", None)

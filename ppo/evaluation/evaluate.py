@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from envserve.client import BatchEnv
 from envserve.errors import EnvsBusy
-from envserve.text import counted
+from envserve.text import counted, rounded
 from ppo.agent.agent import Agent
 from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
@@ -81,10 +81,10 @@ class Evaluation(NamedTuple):
         how = " with sampled actions" if self.actions == "sample" else ""
         text = (
             f"Evaluation after {self.steps or 0:,} steps: "
-            f"mean return {self.mean_return:.1f} "
+            f"mean return {rounded(self.mean_return)} "
             f"over {counted(len(self.returns), 'episode')}{how} "
-            f"(lowest {self.returns.min():.1f}, "
-            f"highest {self.returns.max():.1f})"
+            f"(lowest {rounded(self.returns.min())}, "
+            f"highest {rounded(self.returns.max())})"
         )
         if self.num_cut:
             text += f"; {self.num_cut} did not end and were cut off"

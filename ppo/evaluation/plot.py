@@ -5,6 +5,7 @@ mean and a band of one standard deviation over the steps that all runs have reac
 """
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,7 +92,9 @@ def _draw_curves(curves: Sequence[Curve], metric: str, out: Path) -> None:
     axes = figure.add_subplot()
     for curve in curves:
         count = "" if curve.num_runs == 1 else f" ({curve.num_runs} runs)"
-        axes.plot(curve.steps, curve.mean, label=_literal(curve.label) + count)
+        label = _literal(curve.label) + count
+        marker = "o" if len(curve.steps) == 1 else ""  # a line needs two points
+        axes.plot(curve.steps, curve.mean, marker=marker, label=label)
         if curve.num_runs > 1:
             low, high = curve.mean - curve.deviation, curve.mean + curve.deviation
             axes.fill_between(curve.steps, low, high, alpha=0.2, linewidth=0)
@@ -121,10 +124,11 @@ def _literal(text: str) -> str:
 
 def _group_runs(runs: Sequence[Path]) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    for run in runs:
-        for path in seed_folders(run) or [run]:
-            config = RunFolder.read(path)[1].replace(seed=0)
-            groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
+    paths = [path for run in runs for path in seed_folders(run) or [run]]
+    # A run may be given twice, for example together with the folder of its study.
+    for path in {os.path.realpath(path): path for path in paths}.values():
+        config = RunFolder.read(path)[1].replace(seed=0)
+        groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
     return list(groups.values())
 
 

@@ -245,10 +245,9 @@ def _load_state(
 def _plain_path(path: Path) -> Iterator[Path]:
     """Yield a path at which TensorFlow can read a folder.
 
-    TensorFlow uses paths as patterns of file names, and rejects paths that are not
-    UTF-8.
+    TensorFlow uses paths as patterns of file names, and in UTF-8, whatever the locale.
     """
-    if not re.search(r"[*?[\\\ud800-\udfff]", str(path)):
+    if not re.search(r"[*?[\\]|[^\x00-\x7f]", str(path)):
         yield path
         return
     with tempfile.TemporaryDirectory(prefix="ppo-checkpoint-") as folder:

@@ -92,7 +92,7 @@ class RunFolder:
           RunLockedError: Another process is training a run in this folder.
         """
         try:
-            str(path).encode()
+            _check_utf8(path)
             path.mkdir(parents=True, exist_ok=True)
             is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
         except (OSError, UnicodeEncodeError) as error:
@@ -238,7 +238,7 @@ class RunFolder:
             yield
             return
         with self.writing():
-            str(self.path).encode()  # TensorFlow cannot write to other paths
+            _check_utf8(self.path)
         self.check_links("algorithm", "checkpoints", "tensorboard")
         with self.writing():
             descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
@@ -313,7 +313,7 @@ class RunFolder:
                 reason = "the folder or a file in it was removed or renamed"
                 remedy = "resume the run in its new folder, or start a new run"
             elif isinstance(error, UnicodeEncodeError):
-                remedy = "rename the file or folder"
+                remedy = "rename the file or folder, or use another locale"
             raise RunWriteError(
                 f"{self.path}: cannot be written, {reason}; {remedy}."
             ) from error
@@ -334,8 +334,15 @@ def _as_json(values: Config | EnvSource) -> str:
 def _reason(error: OSError | UnicodeEncodeError) -> str:
     """Return the message of an error without its number and path."""
     if isinstance(error, UnicodeEncodeError):
-        return "its path, or a name in it, is not UTF-8"
+        return "its path, a name in it, or the locale (LC_ALL) is not UTF-8"
     return error.strerror or str(error)
+
+
+def _check_utf8(path: Path) -> None:
+    """Raise UnicodeEncodeError if TensorFlow, which uses UTF-8, cannot use a path."""
+    text = str(path)
+    if text.encode() != os.fsencode(text):
+        raise UnicodeEncodeError("utf-8", text, 0, len(text), "the locale differs")
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import gymnasium
 import pytest
 from gymnasium.error import DependencyNotInstalled
 
-from envserve.bench.cases import bare_loops
+from envserve.bench.cases import bare_loops, running_server
 from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
@@ -99,6 +100,26 @@ def test_servers_end_when_the_benchmark_ends(number: int) -> None:
 
 def command_line_of(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_path_of_a_socket_may_contain_spaces() -> None:
+    with running_server(Workload("CartPole-v1", 1, 1, 0.1), "ipc://{folder}/a b") as at:
+        assert at.endswith("/a b")
+        assert Path(at.removeprefix("ipc://")).is_socket()
+
+
+def test_a_missing_temporary_folder_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        result = invoke(PROGRAM, ["demo"])
+    finally:
+        signal.signal(signal.SIGTERM, before)  # `demo` has replaced the handler
+    assert result.exit_code == 1
+    assert "Error: cannot create a temporary folder: No such file" in result.stderr
+    assert "TMPDIR" in result.stderr
 
 
 def test_an_unknown_env_name_is_an_error_of_one_line() -> None:

@@ -31,16 +31,17 @@ def test_latencies_are_those_of_the_last_steps() -> None:
     assert recorder.stats([]).latency_seconds == {"p50": 1.0, "p99": 1.0, "max": 1.0}
 
 
-def test_printed_stats_are_short_and_in_milliseconds() -> None:
+def test_printed_stats_are_short() -> None:
     stats = BatchStats(
         steps=1234,
         rows=8,
         valid_rows=6,
         invalid_rows={"ENV_ERROR": 2},
-        latency_seconds={"p50": 0.004476838499954283},
+        latency_seconds={"p50": 0.004476838499954283, "p99": 9.997e-4, "max": 7.071},
         lanes={"tcp://sim1:5555": {"resends": 1}},
     )
     assert str(stats) == (
         "1,234 steps; 6 of 8 rows valid; ENV_ERROR: 2; p50 4.48 ms; "
+        "p99 1,000 us; max 7.07 s; "
         "tcp://sim1:5555: resends 1"
     )

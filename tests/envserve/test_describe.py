@@ -17,6 +17,7 @@ from tests.command_line import invoke
 from tests.envserve.conftest import Serve
 
 USER_ENV = """
+import time
 import gymnasium
 from gymnasium import spaces
 
@@ -35,6 +36,15 @@ class Described(gymnasium.Env):
 
     def step(self, action):
         return self.observation_space.sample(), 1.0, False, False, {}
+
+class FirstStepIsSlow(Described):
+    def __init__(self):
+        self.delays = [0.6]
+
+    def step(self, action):
+        while self.delays:
+            time.sleep(self.delays.pop())
+        return super().step(action)
 
 gymnasium.register("Described-v2", "not_installed.envs:Described")
 for name, length in (("Described-v0", 7), ("Described-v1", 0)):
@@ -76,6 +86,11 @@ def test_describe_prints_the_same_for_a_local_and_a_remote_env(
     there = described("Described-v0", serve(file, imports=()).address)
     assert float(there.pop("steps/s").split()[0].replace(",", "")) > 0
     assert there == found
+
+
+def test_the_speed_excludes_the_first_step(file: str) -> None:
+    speed = described(f"{file}:FirstStepIsSlow")["steps/s"]
+    assert float(speed.split()[0].replace(",", "")) > 2
 
 
 def test_describing_an_env_that_cannot_be_built_fails(file: str) -> None:

@@ -102,6 +102,11 @@ def test_low_limits_of_open_files_cores_and_memory_are_reported(
     assert "or raise the limit" in found["memory"]["remedy"]
 
 
+def test_without_proc_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    assert "memory" not in {finding["name"] for finding in doctor._resources()}
+
+
 def test_a_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

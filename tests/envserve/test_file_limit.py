@@ -32,14 +32,16 @@ try:
 except ConnectError as error:
     print("no server replied" in str(error) or "refused" in str(error))
 """
-#: Reads a key file when all descriptors are in use.
-READ_KEYS = """
+#: Reads a key file and connects to a server when all descriptors are in use.
+WITHOUT_DESCRIPTORS = """
 import os, resource, sys
 from pathlib import Path
-from envserve.errors import KeyFileError
+from envserve.client.link.connection import Connection
+from envserve.errors import ConnectError, KeyFileError
 from envserve.keys.key_folder import KeyFolder
+from envserve.keys.key_pair import KeyPair
 
-folder = KeyFolder(Path(sys.argv[1]))
+folder, keys = KeyFolder(Path(sys.argv[1])), KeyPair.generate()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 used = []
 try:
@@ -50,6 +52,10 @@ except OSError:
 try:
     folder.keys_for("tcp://sim:5555")
 except KeyFileError as error:
+    print(error)
+try:
+    Connection("tcp://127.0.0.1:1", (keys.public, keys))
+except ConnectError as error:
     print(error)
 """
 
@@ -72,10 +78,10 @@ def test_the_limit_is_raised_and_too_low_a_hard_limit_is_an_error() -> None:
     assert few == "True"
 
 
-def test_missing_descriptors_are_not_reported_as_a_wrong_key_file(
-    tmp_path: Path,
-) -> None:
-    (line,) = run(READ_KEYS, str(tmp_path))
-    assert line.endswith(
-        "Too many open files; raise the limit on open files (ulimit -n)"
-    )
+def test_missing_descriptors_are_not_reported_as_another_error(tmp_path: Path) -> None:
+    lines = run(WITHOUT_DESCRIPTORS, str(tmp_path))
+    assert len(lines) == 2
+    for line in lines:
+        assert line.endswith(
+            "Too many open files; raise the limit on open files (ulimit -n)"
+        )

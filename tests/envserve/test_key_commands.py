@@ -293,6 +293,27 @@ def test_adding_an_address_restores_no_client_and_raises_no_limit(
     assert "tcp://new:1" in KeyFolder(made / "ci").pinned_addresses
 
 
+def test_keys_make_replaces_deleted_keys_and_keeps_limits(
+    run: Run, tmp_path: Path
+) -> None:
+    made = tmp_path / "made"
+    words = ("keys", "make", str(made), "server", "ci", *AT)
+    run(*words)
+    server, client = KeyFolder(made / "server"), KeyFolder(made / "ci")
+    (grant,) = server.clients.grants()
+    server.clients.add(replace(grant, max_envs=3), 0.0)
+    (made / "ci" / "client.key").unlink()
+    (made / "server" / "server.key").unlink()
+    assert run(*words).exit_code == 0
+    pair, key = client.key("client"), server.key("server")
+    assert pair is not None
+    assert key is not None
+    assert pair.public != grant.public
+    assert client.keys_for("tcp://sim1:5555") == (key.public, pair)
+    (grant,) = ClientsFile(made / "server" / "clients").grants()
+    assert (grant.public, grant.max_envs) == (pair.public, 3)
+
+
 def test_a_role_cannot_be_a_path(run: Run, tmp_path: Path) -> None:
     result = run("keys", "make", str(tmp_path / "made"), "../away", *AT)
     assert result.exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -221,6 +222,18 @@ def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
         with pytest.raises(KeyFileError, match=r"server\.key: expected") as caught:
             folder.ensure_key("server")
         assert text.split(".")[-1][:40] not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", [2, 13])
+def test_the_error_about_a_home_folder_that_is_not_writable_states_the_remedy(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(number, "It refuses")
+
+    monkeypatch.setattr(Path, "mkdir", fails)
+    with pytest.raises(KeyFileError, match=r"It refuses; .* set ENVSERVE_HOME"):
+        folder.ensure_key("server")
 
 
 @pytest.mark.parametrize(
@@ -462,3 +475,14 @@ def test_a_change_waits_for_another_process_up_to_a_time_limit(
     finally:
         os.close(fd)
     assert folder.clients.remove("ci")
+
+
+def test_a_file_system_without_locks_is_an_error_with_a_remedy(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(KeyFileError, match=r"locked: No locks.*; set ENVSERVE_HOME"):
+        folder.ensure_key("client")

@@ -22,7 +22,7 @@ from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit
 from envserve.spaces import codec
-from envserve.worker import process
+from envserve.worker import process, template
 from envserve.worker.channel import MessageKind, pack_message
 
 from .conftest import WaitUntil
@@ -586,6 +586,14 @@ def test_threads_of_an_import_are_recorded(make_launcher: Make, start: Start) ->
         "importing many, pool started 3 threads, which forked workers do not have; "
     )
     assert "preload=False (--no-preload)" in launcher.import_note
+
+
+def test_threads_are_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", fails)
+    assert threading.get_ident() in template._thread_ids()
 
 
 def test_import_without_threads_records_none(make_launcher: Make, start: Start) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import gymnasium
 import pytest
 
-from envserve.client import BatchEnv
 from envserve.envs import registry
 from envserve.envs.registry import (
     arguments_of,
@@ -42,7 +41,9 @@ def test_names_that_only_explain_where_an_env_has_moved_are_not_offered() -> Non
     assert not {"Ant-v2", "GymV21Environment-v0"} & names
 
 
-def test_the_error_about_an_unknown_name_suggests_only_similar_names() -> None:
+def test_the_error_about_an_unknown_name_suggests_only_similar_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(UnknownEnv, match=r"CartPool-v1.*did you mean.*CartPole-v1"):
         offered_names(["CartPool-v1"])
     for name, hint in (
@@ -55,11 +56,11 @@ def test_the_error_about_an_unknown_name_suggests_only_similar_names() -> None:
         with pytest.raises(UnknownEnv) as caught:
             make_env(name, {})
         assert "did you mean" not in str(caught.value)
-
-
-def test_the_error_about_an_unknown_name_states_how_to_import_a_module() -> None:
-    with pytest.raises(UnknownEnv, match=r"registers it, pass MODULE:Foo-v0 or"):
-        BatchEnv.local("Foo-v0", 1)
+    with pytest.raises(UnknownEnv, match=r"pass src/lab/arm\.py:Arm, or"):
+        make_env("src/lab/arm:Arm", {})
+    monkeypatch.setattr(registry, "_names_by_module", {})
+    with pytest.raises(UnknownEnv, match=r"like my_env\.py:MyEnv or"):
+        make_env("lab.arm.Arm", {})
 
 
 @pytest.mark.parametrize(

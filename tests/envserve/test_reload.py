@@ -118,6 +118,18 @@ def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
         reload.serve_with_reload(host, lambda host, send: 0)
 
 
+def test_envs_that_a_module_registers_by_name_are_imported(folder: Path) -> None:
+    registrations = (
+        'gymnasium.register("Lazy-v0", "not_installed:Env")\n'
+        'gymnasium.register("Lazy-v1", "my_env:Same")\n'
+    )
+    save(folder / "lazy_envs.py", f"import gymnasium\n{registrations}")
+    save(folder / "my_env.py", "1 / 0")
+    host = HostSettings(import_modules=(str(folder / "lazy_envs.py"),))
+    with pytest.raises(EnvStartError, match="ZeroDivisionError"):
+        reload.serve_with_reload(host, lambda host, send: 0)
+
+
 def test_the_exit_code_of_a_server_that_exits_by_itself_is_returned(
     folder: Path,
 ) -> None:

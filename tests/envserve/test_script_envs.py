@@ -476,6 +476,7 @@ def test_servers_take_wrappers_by_name_only() -> None:
 
 SCRIPT = """
 import gymnasium, numpy as np, envserve
+import sibling
 
 GENERATOR = np.random.default_rng(0)
 
@@ -518,16 +519,26 @@ if __name__ == "__main__":
     one = envserve.make(Mine)
     assert one.reset()[1] == {"number": 0}
     one.close()
+    envserve.make_vec([lambda: gymnasium.make("Sibling-v0")]).close()
+"""
+SIBLING = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+gymnasium.register("Sibling-v0", "sibling:CartPoleEnv")
 """
 
 
 def test_a_script_can_use_its_own_functions_classes_and_names(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
+    (tmp_path / "sibling.py").write_text(SIBLING)
     finished = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, check=False
     )
     assert finished.returncode == 0, finished.stderr
+    assert f'File "{script}", line 20, in step\n    raise Runt' in finished.stderr
+    assert "Overriding environment" not in finished.stderr
 
 
 @pytest.mark.parametrize("is_registered", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -70,6 +71,22 @@ def test_descriptors_can_run_out(serve: Serve, join: Join, rejected: Rejected) -
     assert [outcome.faults for outcome in again.reset()] == [(), ()]
 
 
+def test_too_few_descriptors_for_a_server_are_an_error() -> None:
+    words = command("--bind", "tcp://127.0.0.1:0", "--insecure-no-auth")
+    result = subprocess.run(
+        ["sh", "-c", 'ulimit -n 14 && exec "$@"', "sh", *words],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        "Error: a server needs at least 48 open files, but this process may open at "
+        "most 14; raise the hard limit (ulimit -n)\n"
+    )
+
+
 def test_shared_memory_can_run_out(
     serve: Serve, join: Join, rejected: Rejected
 ) -> None:
@@ -108,7 +125,7 @@ def test_processes_can_run_out(
     client.reset()
     template = with_descendants(server.process.pid)[1]
     os.kill(template, signal.SIGUSR1)
-    assert "Resource temporarily unavailable" in str(rejected(server))
+    assert re.search("Resource temporarily unavailable; .*-u", str(rejected(server)))
     check_steps(client)
     os.kill(template, signal.SIGUSR2)
     check_that_envs_can_be_leased_again(server, join)

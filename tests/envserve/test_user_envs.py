@@ -52,6 +52,9 @@ class Small(Walk):
     def __init__(self):
         super().__init__(size=1)
 
+class Plain(gymnasium.Env):
+    pass
+
 def make_walk(size=3):
     return Walk(size)
 
@@ -218,6 +221,11 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
             "\n\nimport no_such",
             r"'no_such' \(\S*/lean\.py:3\); install it",
         ),
+        (
+            "relative.py",
+            "from . import other",
+            r"no known parent package .*; name the module instead, .*\.relative$",
+        ),
     ],
 )
 def test_the_error_about_a_file_that_cannot_be_imported_names_it(
@@ -246,7 +254,7 @@ def test_a_module_that_starts_envs_on_import_raises_with_a_remedy(
     path.write_text(f"{WALK}\nfrom envserve.client import BatchEnv\n")
     with path.open("a") as file:
         file.write("BatchEnv.local('script_file.py:Walk', 1)\n")
-    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:35,"):
+    with pytest.raises(EnvStartError, match=r"starts envs .*__main__.*_file\.py:38,"):
         import_env_modules([f"{path}:Walk"])
     assert name_and_imports("CartPole-v1")[0] == "CartPole-v1"  # the import has ended
 
@@ -340,6 +348,7 @@ def test_installed_packages_offer_envs_as_entry_points(tmp_path: Path) -> None:
         ("Far.Walk", {}, r"missing .* 'gait'; .* takes gait, render_mode, size$"),
         ("Far.Walk", {"gait": 1, "colour": 1}, "'colour'; .* takes gait, render_mode,"),
         ("Small", {"size": 2}, "'size'; walk_file:Small takes none$"),
+        ("Plain", {"size": 2}, r"Plain\(\) takes no arguments; .*Plain takes none$"),
         ("make_walk", {"colour": 1}, "'colour'; walk_file:make_walk takes size$"),
         ("make_far", {}, r"make_far\(\) missing .* 'gait'; .*make_far takes gait$"),
     ],

@@ -85,7 +85,11 @@ def test_an_unsupported_autoreset_mode_is_rejected_at_start(
             "do not support wrappers; remove ActionRepeat",
         ),
         ({"spare_envs": True}, EnvStartError, "do not support spare_envs"),
-        ({"env_name": "envserve/Ledger-v0"}, UnknownEnv, "has a vector_entry_point"),
+        (
+            {"env_name": "envserve/Ledger-v0"},
+            UnknownEnv,
+            "vector_entry_point; .* register it",
+        ),
         ({"env_name": "Nothing-v0"}, UnknownEnv, "Nothing-v0"),
         (
             {"env_kwargs": {"fault": "uneven"}, "num_envs": 5, "num_splits": 2},

@@ -99,3 +99,7 @@ class TakesNoRollout:  # line 95
 
 def closes_envs(run: Any, metrics: Any, rollout: Any) -> Any:
     run.env.close()
+
+
+def returns_letters(run: Any, metrics: Any, rollout: Any) -> Any:
+    return dict.fromkeys("zyxwvuabc", 1.0)

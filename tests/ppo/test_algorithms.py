@@ -246,12 +246,15 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
     config = SMALL.replace(algorithm=f"{__name__}:Untracked")
     variable = tf.Variable(1.0)
-    for stored in (None, [variable], {"n": 3}, {1: variable}, {"agent": variable}):
+    wrong = (None, [variable], {1: variable}, {"agent": variable})
+    parts = ({"n": 3}, 3), ({"v": variable, "state": [{"lost": 3}]}, 3)
+    for stored, got in [*zip(wrong, wrong, strict=True), *parts]:
         with (
             mock.patch.object(Untracked, "stored", stored),
-            pytest.raises(ConfigError, match="a dict from names other than agent to"),
+            pytest.raises(ConfigError, match="a dict from names other than") as caught,
         ):
             run(tmp_path / "untracked", config)
+        assert str(caught.value).endswith(f"Checkpoints, got {got!r:.200}.")
 
 
 def test_algorithm_without_support_for_recurrent_policies_is_an_error(

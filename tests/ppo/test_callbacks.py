@@ -1,9 +1,12 @@
 """Callbacks, called after each iteration: they stop runs, change envs, add metrics."""
 
+import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -27,7 +30,8 @@ from tests.ppo.runs import SMALL, Maker, counters, eagerly, rollout_of, rows_of,
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 FILE = custom_callbacks.__file__
-RND = Path(__file__).parents[2] / "examples" / "rnd.py"
+DOCS = Path(__file__).parents[2] / "docs" / "research.md"
+RND = DOCS.parents[1] / "examples" / "rnd.py"
 
 
 @pytest.fixture
@@ -108,6 +112,26 @@ def test_callback_may_have_nothing_but_before_update() -> None:
     assert rollout.reward.tolist() == [[2.0]]
 
 
+def test_metrics_of_callbacks_are_in_the_order_in_which_they_are_returned() -> None:
+    stats = SimpleNamespace(rows=0)
+    env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
+    a_run = SimpleNamespace(env=env, rollout=rollout_of(1))
+    callbacks = Callbacks([f"{FILE}:returns_letters"])
+    assert "".join(callbacks(a_run, {"b": 0.0})) == "zyxwvuac"
+
+
+def test_example_of_the_docs_does_not_end_a_resumed_run_at_once(tmp_path: Path) -> None:
+    (code,) = re.findall(r"(?s)class Patience.*?(?=\n\n\n)", DOCS.read_text())
+    (tmp_path / "patience.py").write_text(code)
+    patience = load_user_code("callbacks", f"{tmp_path}/patience.py:Patience")()
+    a_run = mock.Mock(counters=Counters(100, 200_000))
+    patience(a_run, {"mean_return": math.nan}, None)
+    assert not a_run.stop.called
+    a_run.counters = Counters(101, 250_001)
+    patience(a_run, {"mean_return": math.nan}, None)
+    assert a_run.stop.called
+
+
 def test_example_rewards_observations_that_are_new() -> None:
     novelty = load_user_code("callbacks", f"{RND}:Novelty")()
     agent = Agent(BOX, ACTIONS, SMALL)
@@ -122,6 +146,13 @@ def test_example_rewards_observations_that_are_new() -> None:
     rows[-1] = 5.0
     novelty.before_update(a_run, rollout := rollout_of(64, 2, observation=rows))
     assert rollout.reward[-1].min() > 3 * rollout.reward[:-1].mean()
+    # The last observation of an episode can be new, too.
+    rows, final = np.zeros((65, 2, 2)), np.zeros((64, 2, 2))
+    final[7, 1], ends = 5.0, np.zeros((64, 2), np.bool_)
+    ends[7, 1] = True
+    rollout = rollout_of(64, 2, observation=rows, final_observation=final)
+    novelty.before_update(a_run, rollout._replace(terminated=ends))
+    assert rollout.reward.argmax() == 7 * 2 + 1
 
 
 def test_resumed_run_creates_a_new_instance_of_a_callback_class(

@@ -592,6 +592,11 @@ def test_programs_are_named_by_their_path_unless_they_are_on_path(
     (tmp_path / "python").touch(0o700)  # of another environment
     assert user_command("python") == f"{scripts.name}/python"
     assert user_command("not-installed") == "not-installed"
+    monkeypatch.setenv("PATH", "/missing")
+    (deleted := tmp_path / "deleted").mkdir()
+    monkeypatch.chdir(deleted)
+    deleted.rmdir()
+    assert user_command("python") == str(scripts / "python")
 
 
 @pytest.mark.usefixtures("one_launcher")

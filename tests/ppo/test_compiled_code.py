@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_nothing_is_cached_on_a_nearly_full_disk(
 ) -> None:
     monkeypatch.setattr(compilation_cache, "_MAX_BYTES", 2**63)
     enable_compilation_cache("2.21.0")
+    assert os.environ["TF_XLA_FLAGS"] == ""
+
+
+def test_nothing_is_cached_if_a_quota_is_used_up(root: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # like a quota
+    try:
+        enable_compilation_cache("2.21.0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.environ["TF_XLA_FLAGS"] == ""
 
 

@@ -333,7 +333,8 @@ def test_env_has_its_named_config_or_settings_that_suit_its_spaces() -> None:
         {"a": vector, "b": spaces.Tuple([spaces.Box(0, 255, (9, 9, 3), np.uint8)])}
     )
     config = Config(env_name="X-v0")
-    assert recommended_settings(vector, vector) == {"gae_lambda": 0.9}
+    for box in (vector, spaces.Box(0, 10, (2,), np.int32)):  # Gaussian policies
+        assert recommended_settings(vector, box) == {"gae_lambda": 0.9}
     for actions in (spaces.Discrete(2), spaces.Tuple([spaces.Discrete(2)])):
         assert config.replace(
             **recommended_settings(vector, actions)

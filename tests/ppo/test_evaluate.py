@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 from envserve.errors import EnvsBusy
+from envserve.text import rounded
 from ppo.agent.agent import Agent
 from ppo.config.named_configs import CONFIGS
 from ppo.environments import env_maker
@@ -123,6 +124,16 @@ def test_the_number_of_episodes_has_the_right_form() -> None:
     one, two = (Evaluation(np.ones(number), np.ones(number)) for number in (1, 2))
     assert "over 1 episode (lowest" in str(one)
     assert "over 2 episodes (lowest" in str(two)
+
+
+def test_returns_below_1_have_three_digits() -> None:
+    returns = np.array([0.0, 0.9876, 12.345, -0.05]), np.ones(4)
+    text = "mean return 3.3 over 4 episodes (lowest -0.05, highest 12.3)"
+    assert text in str(Evaluation(*returns))
+    returns = np.array([0.8765, 0.8123]), np.ones(2)
+    text = "mean return 0.844 over 2 episodes (lowest 0.812, highest 0.876)"
+    assert text in str(Evaluation(*returns))
+    assert rounded(float(np.std([0.3] * 3))) == "0.0"  # except for a rounding error
 
 
 def test_sampled_actions_differ_in_each_step_and_are_reproducible() -> None:

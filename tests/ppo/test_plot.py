@@ -50,9 +50,19 @@ def test_the_folder_of_several_seeds_is_plotted_like_its_runs(tmp_path: Path) ->
         run(folder / f"seed-{seed}", [(10, float(seed))], seed=seed)
         for seed in range(2)
     ]
-    for given in ([folder], runs):
+    for given in ([folder], runs, [folder, *runs]):
         (curve,) = read_curves(given)
         assert (curve.num_runs, curve.mean.tolist()) == (2, [0.5])
+
+
+def test_a_single_value_is_visible(tmp_path: Path) -> None:
+    curves = read_curves([run(tmp_path / "a", [(10, 2.0)])])
+    draw_curves(curves, "mean_return", tmp_path / "plot.png")
+    pixels = matplotlib.image.imread(tmp_path / "plot.png")[..., :3]
+    height, width = pixels.shape[:2]
+    middle = pixels[height // 3 : -height // 3, width // 3 : -width // 3]
+    blue = matplotlib.colors.to_rgb("C0")
+    assert np.isclose(middle, blue, atol=0.01).all(axis=-1).any()
 
 
 def test_merged_runs_are_interpolated_linearly(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import tempfile
 import threading
 from unittest import mock
 
@@ -21,6 +22,7 @@ from ppo.cli.options import (
 )
 from ppo.cli.progress import Screen, sparkline
 from ppo.config.named_configs import CONFIGS
+from ppo.errors import BadInputError
 from ppo.train import Progress
 
 METRICS = {"policy_loss": -0.0123, "value_loss": 0.5, "entropy": 0.69}
@@ -267,6 +269,17 @@ def test_deferred_stderr_is_written_only_after_an_error(
         raise ValueError("it fails")
     os.write(2, b"after that")
     assert capfd.readouterr().err == "why it fails; after that"
+
+
+def test_a_missing_temporary_folder_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/missing"])
+    with (
+        mock.patch.object(tempfile, "tempdir", None),
+        pytest.raises(BadInputError, match=r"TensorFlow needs .*; set TMPDIR"),
+    ):
+        start_tensorflow(1, 1)
 
 
 @pytest.mark.parametrize("name", ["pong", "cartpole"])

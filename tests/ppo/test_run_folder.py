@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -169,10 +170,15 @@ def test_a_lock_that_cannot_be_written_is_a_write_error(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "\udcff")
+@pytest.mark.parametrize(("name", "locale"), [("\udcff", "utf-8"), ("ü", "latin-1")])
+def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, locale: str
+) -> None:
+    run = RunFolder(tmp_path / name)
     run.path.mkdir()
-    message = "its path, or a name in it, is not UTF-8; rename the file or folder"
+    encode = partial(str.encode, encoding=locale, errors="surrogateescape")
+    monkeypatch.setattr(os, "fsencode", encode)
+    message = r"its path, .* or the locale \(LC_ALL\) is not UTF-8; rename the file"
     with pytest.raises(RunWriteError, match=message), run.locked():
         pass
 

@@ -90,11 +90,14 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     run_instead(
         monkeypatch, RUN + "end(10.0 * seed); print('ended\\nNext:\\n  ppo plot')"
     )
-    code, output, _ = ppo("train", "--resume", folder)
+    code, output, _ = ppo("train", "--resume", folder, "--set", "learning_rate=0.1")
     assert code == 0
     assert "Mean return 80.0 over 3 of 3 seeds, std 10.0" in output
     assert "Resume with" not in output
     assert starts(folder) == [1, 2, 1]
+    configs = [folder / f"seed-{seed}" / "config.json" for seed in (7, 8, 9)]
+    rates = [json.loads(path.read_text())["learning_rate"] for path in configs]
+    assert rates[0] == rates[2] != rates[1] == 0.1  # two seeds had finished before
     # With more total steps, all seeds are started again.
     code, output, _ = ppo("train", "--resume", folder, "--set", "total_steps=128")
     assert code == 1

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from envserve.errors import VideoError
-from envserve.text import install_command
+from envserve.text import install_command, rounded
 from ppo.agent.agent import Agent
 from ppo.config import Config
 from ppo.environments import env_maker
@@ -90,10 +90,10 @@ def test_ppo_visualize_records_complete_episodes_of_a_run_that_was_moved(
     assert start == "starting TensorFlow ..."
     assert len(lines) == 4
     for line, earned in zip(lines, returns, strict=False):
-        assert f"return {earned:.1f}, 4 steps" in line
+        assert f"return {rounded(earned)}, 4 steps" in line
     assert lines[3] == (
-        f"Mean return {returns.mean():.1f}, standard deviation {returns.std():.1f}, "
-        "over 3 episodes"
+        f"Mean return {rounded(returns.mean())}, "
+        f"standard deviation {rounded(returns.std())}, over 3 episodes"
     )
 
 

@@ -154,7 +154,8 @@ class Connection:
           context: ZeroMQ context to share with other connections; by default a new one.
 
         Raises:
-          ConnectError: The address is malformed, or the server's key is unknown.
+          ConnectError: The address is malformed, the server's key is unknown, or there
+            is no free file descriptor.
           KeyFileError: A key file cannot be read, or other users can read it.
         """
         self.address = address
@@ -169,9 +170,17 @@ class Connection:
         self._lookup: Lookup | None = None
         self._try_next_at = 0.0
         self.resolved: list[str] = []
-        self.waker = Waker()
         self._context = context or SharedContext(1)
-        self._open()
+        try:
+            self.waker = Waker()
+            self._open()
+        except (OSError, zmq.ZMQError) as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise ConnectError(
+                f"{address}: cannot open a socket: {error.strerror}; raise the limit "
+                f"on open files (ulimit -n)"
+            ) from None
 
     @property
     def tried_text(self) -> str:
@@ -265,8 +274,8 @@ class Connection:
         If there is no free file descriptor, nothing changes, and the caller can retry.
 
         Args:
-          max_frame_bytes: Minimum for the new frame size limit. If it is given, the
-            previous socket is closed immediately.
+          max_frame_bytes: Frame size that the new socket must accept. If it is given,
+            the previous socket is closed immediately.
         """
         longest = self.max_frame_bytes
         self.max_frame_bytes = max(longest, max_frame_bytes)

@@ -34,7 +34,7 @@ from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Rows, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
-from envserve.text import LogThrottle, one_line
+from envserve.text import LogThrottle, counted, one_line
 from envserve.wire.bodies import Attach, Granted
 from envserve.wire.constants import (
     MAX_ENTRIES,
@@ -383,7 +383,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             held_ms = int(1000 * (now - visible[0].attached_at))
         raise Rejection(
             ErrorCode.ENVS_BUSY,
-            f"{attach.num_hosted} envs requested{spares}, {free} of "
+            f"{counted(attach.num_hosted, 'env')} requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
             f"request fewer envs, close other leases (a lease ends "
             f"{self._settings.lease_seconds:g} s after its client's last message), or "

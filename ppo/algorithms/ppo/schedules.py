@@ -92,7 +92,9 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            self._custom_factor(0.0)  # check the function before training starts
+            # Report errors that occur late in the run before training starts.
+            for percent in range(100):
+                self._custom_factor(percent / 100)
         # The rule is that of batch-ppo. With these bounds, the penalty can return from
         # its minimum to 1 within 18 iterations.
         self._kl_penalty = AdaptiveCoefficient(

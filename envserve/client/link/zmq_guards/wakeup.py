@@ -36,13 +36,13 @@ class Waker:
         return self._selector.fileno()
 
     def wake(self) -> None:
-        """Make the descriptor readable until `sleep`."""
+        """Make the descriptor readable until `sleep` is called."""
         if not self._is_awake:
             self._is_awake = True
             self._writer.send(b"!")
 
     def sleep(self) -> None:
-        """Undo `wake`."""
+        """Make the descriptor unreadable until `wake` is called."""
         if self._is_awake:
             with contextlib.suppress(BlockingIOError):
                 self._reader.recv(64)
