@@ -564,7 +564,8 @@ class BatchEnv:
         if not self._lock.acquire(blocking=False):
             raise self._in_use_error()
         try:
-            if group.queue.is_updating or self._unusable or not self._has_reset:
+            is_ready = self._has_reset and self._pending_call is None
+            if group.queue.is_updating or self._unusable or not is_ready:
                 self._begin(needs_reset=True)
             if out is not None:
                 self._check_out()
@@ -894,12 +895,8 @@ class BatchEnv:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
         if self._unusable:
             return
-        with contextlib.ExitStack() as stack:
-            for lane in self.lanes:
-                stack.callback(lane.close)
-            for lane in self.lanes:
-                lane.begin_close()
-            self._group.queue.close()
+        self._group.queue.close()
+        factory.close_lanes(self.lanes)
         self._unusable = "the batch is already closed"
 
     def __enter__(self) -> Self:

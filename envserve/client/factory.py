@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from inspect import signature
 from itertools import pairwise
@@ -214,9 +214,9 @@ def start_remote(
 
     with contextlib.ExitStack() as stack:
         lanes: list[RemoteLane] = []
+        stack.callback(close_lanes, lanes)
         for index in range(len(addresses)):
             lanes.append(start_lane(index))
-            stack.callback(lanes[-1].close)
         missing = list(range(len(addresses), count))
         for index, lane in enumerate(lanes):
             try:
@@ -235,12 +235,19 @@ def start_remote(
         ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
         for index in sorted(missing):
-            lane = start_lane(index, like)
-            stack.callback(lane.close)
-            lanes[index : index + 1] = [lane]
+            lanes[index : index + 1] = [start_lane(index, like)]
         batch = make(lanes, **_modes(request))
         stack.pop_all()
         return batch
+
+
+def close_lanes(lanes: Iterable[Lane]) -> None:
+    """Close lanes concurrently; if one cannot be closed, still close the others."""
+    with contextlib.ExitStack() as stack:
+        for lane in lanes:
+            stack.callback(lane.close)
+        for lane in lanes:
+            lane.begin_close()
 
 
 def _modes(request: EnvRequest) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeVar
 from envserve.client.absence import Absence, DeferredOutcome
 from envserve.client.outcome_queue import OutcomeQueue
 from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
-from envserve.errors import EnvserveError, EnvTimeout, LocalProtocolError
+from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
@@ -252,16 +252,16 @@ class LaneGroup:
         submit: Callable[[Lane, list[Operation]], None],
     ) -> None:
         """Start resets or calls, once their blocks are idle."""
-        positions = operations.keys()
+        positions: Set[int] = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.late_steps)
         self.queue.is_updating = True
-        by_lane: dict[Lane, list[Operation]] = {}
+        by_lane: dict[Lane, dict[int, Operation]] = {}
         for position, operation in operations.items():
             block, is_reset = self.blocks[position], isinstance(operation, Reset)
-            by_lane.setdefault(block.lane, []).append(operation)
+            by_lane.setdefault(block.lane, {})[position] = operation
             late = self.queue.outcomes.pop(position, None)
             rows = (operation.env_indices or ()) if is_reset else ()
             is_partial = 0 < len(rows) < block.stop - block.start
@@ -272,13 +272,17 @@ class LaneGroup:
             elif is_reset:
                 self.absence.late_steps.discard(position)
         self._called |= positions
+        remaining = set(operations)  # blocks on which nothing was started yet
         for lane, group in by_lane.items():
             try:
-                submit(lane, group)
-            except EnvserveError:
-                if lane is next(iter(by_lane)):  # no lane has accepted an operation
-                    self._take_outcomes(positions)
-                raise
+                submit(lane, list(group.values()))
+            except EnvserveError as error:
+                # The next operation waits for calls that were started. If resets were
+                # started, all lanes are invalidated, because episodes have ended.
+                if len(remaining) == len(operations) or isinstance(error, CallError):
+                    self._take_outcomes(remaining)
+                raise self.blocks[min(group)].located(error) from None
+            remaining.difference_update(group)
         self.queue.is_updating = False
 
     def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
@@ -297,9 +301,9 @@ class LaneGroup:
             )
         self._wait_for(positions, deadline)
         outcomes = self._take_outcomes(positions)
-        for outcome in outcomes:
+        for position, outcome in zip(sorted(positions), outcomes, strict=True):
             if outcome.error is not None:
-                raise outcome.error
+                raise self.blocks[position].located(outcome.error)
         return outcomes
 
     def _take_outcomes(self, positions: Set[int]) -> Sequence[Outcome]:

@@ -111,8 +111,10 @@ class OutcomeQueue:
 
     def _wait(self, timeout_seconds: float) -> None:
         """Wait until any lane may have outcomes."""
-        timeout_seconds = min(timeout_seconds, self._poll_at - time.monotonic())
-        self._armed_selector().select(timeout_seconds)
+        self.is_updating = True
+        selector = self._armed_selector()  # may receive messages
+        self.is_updating = False
+        selector.select(min(timeout_seconds, self._poll_at - time.monotonic()))
 
     def _armed_selector(self) -> selectors.BaseSelector:
         """Return a selector of all lanes, after updating their descriptors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from copy import copy
 from functools import lru_cache, partial
 from itertools import groupby
 from operator import attrgetter
@@ -15,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 import numpy as np
 
-from envserve.errors import LocalProtocolError
+from envserve.errors import EnvError, EnvserveError, LocalProtocolError
 from envserve.lane import Lane
 from envserve.slab import Array, Rows
 
@@ -53,6 +54,14 @@ class BatchBlock(NamedTuple):
         """Mask of the block's rows whose last step ended an episode, bool `[n]`."""
         rows = self.lane.rows.at(self.lane_rows)
         return rows.terminated | rows.truncated
+
+    def located(self, error: EnvserveError) -> EnvserveError:
+        """Return an error of the lane, with its row in the batch as `env_index`."""
+        if isinstance(error, EnvError) and error.env_index is not None:
+            row = self.offset + error.env_index
+            error = copy(error)  # several blocks may share it
+            error.env_index = row
+        return error
 
 
 class BatchBlocks(tuple[BatchBlock, ...]):

@@ -294,7 +294,7 @@ def add_infos(
       is raised. With `raises_faults`, every fault is raised; otherwise, only faults of
       envs that returned a value outside their spaces are raised.
     """
-    error = outcome.error
+    error = None if outcome.error is None else block.located(outcome.error)
     infos.add(outcome.infos, block.offset)
     for fault in outcome.faults:
         env_index = fault.env_index + block.offset

@@ -66,6 +66,8 @@ def _as_key_file_error(path: Path, verb: str) -> Iterator[None]:
             remedy = "free disk space, or set ENVSERVE_HOME to another folder"
         elif error.errno in (errno.EMFILE, errno.ENFILE):
             remedy = "raise the limit on open files (ulimit -n)"
+        elif error.errno in (errno.ENOLCK, errno.ENOTSUP):
+            remedy = "set ENVSERVE_HOME to a folder whose file system supports locks"
         raise KeyFileError(
             f"{display_path(path)} cannot be {verb}: {error.strerror}; {remedy}"
         ) from None
@@ -119,7 +121,10 @@ def locked(folder: Path) -> Iterator[None]:
         fd = os.open(folder, os.O_RDONLY)
     try:
         while True:
-            with contextlib.suppress(BlockingIOError):
+            with (
+                _as_key_file_error(folder, "locked"),
+                contextlib.suppress(BlockingIOError),
+            ):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             if time.monotonic() > give_up_at:

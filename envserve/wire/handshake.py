@@ -30,7 +30,7 @@ Row = Annotated[int, Meta(ge=0, lt=1 << 16)]
 #: Encodes NumPy integers as integers.
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=operator.index)
 #: msgspec may crash if two threads decode a type for the first time concurrently.
-_DECODE_LOCK: Final = threading.Lock()
+_DECODE_LOCK: Final = threading.RLock()
 
 
 def decode_struct(

@@ -34,8 +34,8 @@ _WIRE_STATUSES: Final = bytes(
 _FLAGS_OFFSET: Final = 8
 _STATUS_OFFSET: Final = 10
 _FIXED_FIELDS_BYTES: Final = 11
-#: Maximum number of block sets for which a `RowPart` is cached. A client usually sends
-#: one set of blocks per split.
+#: Maximum number of sets of several blocks for which a `RowPart` is cached. A client
+#: usually sends one set of blocks per split, or each block separately.
 _MAX_PARTS: Final = 64
 
 
@@ -301,19 +301,25 @@ def _write(
 class BlockParts(dict[tuple[int, ...], RowPart]):
     """Cache that maps tuples of block indices to `RowPart`s.
 
-    A cache helps, because the same sets of blocks are stepped repeatedly.
+    A cache helps, because the same sets of blocks are stepped repeatedly. The parts of
+    single blocks always stay in the cache.
     """
 
     def __init__(self, codec: RowCodec, blocks: Sequence[Block]) -> None:
         super().__init__()
         self._codec = codec
         self._blocks = blocks
+        self._num_sets = 0  # number of cached sets of several blocks
 
     def __missing__(self, indexes: tuple[int, ...]) -> RowPart:
         """Create the `RowPart` for a set of blocks that is not cached."""
         blocks = [self._blocks[index] for index in indexes]
         ranges = merge_ranges((block.start, block.stop) for block in blocks)
-        if len(self) == _MAX_PARTS:
-            self.clear()
+        if len(indexes) != 1:
+            if self._num_sets == _MAX_PARTS:
+                for others in [key for key in self if len(key) != 1]:
+                    del self[others]
+                self._num_sets = 0
+            self._num_sets += 1
         part = self[indexes] = RowPart(self._codec, ranges)
         return part

@@ -108,8 +108,11 @@ class EnvBlock:
             is_end = terminated or truncated
             if is_end:
                 ended.append((env.row - start, terminated, truncated))
-            if (infos_of_all or (infos_of_ends and is_end)) and info:
-                infos[env.row] = copy_info(info)
+            # Mappings of other types may have no truth value, but a copy has one.
+            if (infos_of_all or (infos_of_ends and is_end)) and (
+                (type(info) is not dict or info) and (copied := copy_info(info))
+            ):
+                infos[env.row] = copied
         block.reward[...] = rewards
         for position, terminated, truncated in ended:
             block.terminated[position] = terminated

@@ -17,6 +17,7 @@ from gymnasium.spaces import Space
 from envserve.errors import EnvStartError, SpaceError
 from envserve.settings import EnvRequest, NonFinite
 from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.infos import copy_info
 from envserve.spaces.leaves import Array, Leaf, flatten
 from envserve.spaces.variable_length import encode_row
 from envserve.text import message_of, with_article
@@ -208,7 +209,8 @@ def split_reset_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the observation and the info from the result of a reset."""
     parts = result if isinstance(result, (tuple, list)) else (result,)
     if len(parts) == 2 and isinstance(parts[1], Mapping):
-        return parts[0], parts[1]
+        info = parts[1]  # its methods may raise, unless it is a dict
+        return parts[0], info if type(info) is dict else copy_info(info)
     raise SpaceViolation(
         f"expected reset() to return an observation and an info dict; "
         f"got {' and '.join(map(_describe, parts))}; fix the env: if there is no "

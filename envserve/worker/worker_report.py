@@ -12,7 +12,7 @@ import re
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final
 
 import msgspec
@@ -199,11 +199,17 @@ def decode_report(
 
 
 def fault_from_error(row: int, error: Exception) -> Fault:
-    """Return the fault of a row whose env has raised an exception."""
+    """Return the fault of a row whose env has raised an exception.
+
+    Remove the frames that call the env from the exception: if the env's successor also
+    fails, its traceback includes this one.
+    """
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked
+        error.__traceback__ = None
     else:
         text, is_violation = traceback_of(error), False
+        error.__traceback__ = _env_frames(error)
     return Fault(row, Status.ENV_ERROR, utf8_tail(text), is_violation)
 
 
@@ -212,12 +218,14 @@ def traceback_of(error: BaseException) -> str:
 
     If there are only such frames, return the whole traceback.
     """
-    inner = error.__traceback__
-    while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
-        inner = inner.tb_next
-    inner = inner or error.__traceback__
+    inner = _env_frames(error)
     try:
-        texts = traceback.format_exception(type(error), error, inner)
+        report = traceback.TracebackException(type(error), error, inner)
+        previous, texts = report.__context__, [*report.format(chain=False)]
+        # The successor of a failed env often fails with the same error.
+        if previous is not None and [*previous.format(chain=False)] == texts:
+            report.__context__ = None
+        texts = [*report.format()]
     except Exception:  # reading an attribute of the exception raised
         header = "Traceback (most recent call last):\n"
         texts = [header, *traceback.format_tb(inner), _last_line_of(error)]
@@ -227,6 +235,14 @@ def traceback_of(error: BaseException) -> str:
         end = f"... ({len(part) - limit} more characters)\n" if is_long else ""
         parts.append(part[:limit] + end)
     return "".join(parts)
+
+
+def _env_frames(error: BaseException) -> TracebackType | None:
+    """Return the traceback without its first frames, those that call the env."""
+    inner = error.__traceback__
+    while inner and _CALLERS.match(inner.tb_frame.f_globals.get("__name__", "")):
+        inner = inner.tb_next
+    return inner or error.__traceback__
 
 
 def _last_line_of(error: BaseException) -> str:

@@ -6,6 +6,8 @@ import copy
 import gc
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,10 +18,11 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.sessionless_requests import request_welcome
-from envserve.errors import ConnectError, SpaceError
+from envserve.errors import CallError, ConnectError, SpaceError
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
+from tests.oracle.probe_envs import MODULE
 
 from .conftest import WaitUntil, servers_in
 from .server_process import make_config
@@ -73,6 +76,22 @@ def test_local_and_remote_lanes_make_one_batch(addresses: list[str]) -> None:
         np.testing.assert_array_equal(mixed.reset([5, 3]), local.reset([5, 3]))
 
 
+def test_a_call_that_only_one_lane_rejects_does_not_affect_the_envs(
+    addresses: list[str],
+) -> None:
+    config = make_config("envserve/Ledger-v0", 2, import_modules=(MODULE,))
+    with BatchEnv(lanes_of([("", config), (addresses[0], config)])) as batch:
+        batch.reset()
+        with pytest.raises(CallError, match=r"difficulty: .* 65536 ") as caught:
+            batch.set_attr("difficulty", [2, 2, 2, bytes(70_000)])
+        assert caught.value.env_index == 3
+        assert batch.get_attr("difficulty", [3]) == [1]
+        assert batch.step(np.zeros(4, np.int64)).valid.all()
+        with pytest.raises(CallError, match="call of 'reset' is not allowed") as caught:
+            batch.call(3, "reset")
+        assert caught.value.env_index == 3
+
+
 def test_unequal_spaces_are_an_error_naming_servers(addresses: list[str]) -> None:
     configs = [
         make_config("envserve/Echo-v0", 1, env_kwargs={"space": space})
@@ -119,11 +138,52 @@ def test_a_failed_connect_leaves_no_envs_leased_on_other_servers(
         assert batch.reset().shape == (2, 4)
 
 
+def test_a_failed_connect_closes_all_lanes_at_the_same_time(
+    addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server takes a second to confirm, if its envs are still being built."""
+    events: list[str] = []
+    begin_close, close = RemoteLane.begin_close, RemoteLane.close
+
+    def record_begin(lane: RemoteLane) -> None:
+        events.append("begin")
+        begin_close(lane)
+
+    def record_close(lane: RemoteLane) -> None:
+        close(lane)
+        events.append("closed")
+
+    monkeypatch.setattr(RemoteLane, "begin_close", record_begin)
+    monkeypatch.setattr(RemoteLane, "close", record_close)
+    servers = [*addresses, "tcp://127.0.0.1:1"]
+    with pytest.raises(ConnectError):
+        BatchEnv.connect("CartPole-v1", servers, 3, connect_timeout=1.0)
+    assert events[:4] == ["begin", "closed", "begin", "begin"]
+
+
 def test_a_batch_cannot_be_copied_or_pickled() -> None:
     with BatchEnv.local("CartPole-v1", 1, 1) as batch:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 copied(batch)
+
+
+#: Keeps the lanes' threads busy, which may run while the interpreter exits.
+NOT_CLOSED = """
+from envserve.client import BatchEnv
+from envserve.client.link import remote_lane
+remote_lane._KEEPALIVE_SECONDS = 0.0005
+batch = BatchEnv.connect("CartPole-v1", {}, 4)
+batch.reset()
+"""
+
+
+def test_a_script_that_does_not_close_its_batch_exits_without_errors(
+    addresses: list[str],
+) -> None:
+    command = [sys.executable, "-c", NOT_CLOSED.format(addresses)]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert ended.stderr == b""
 
 
 def test_a_garbage_collected_batch_releases_its_envs(

@@ -12,7 +12,7 @@ from envserve.client import BatchEnv
 from envserve.client.attribute_access import values_of
 from envserve.client.link.connection import Connection
 from envserve.client.vector_env import VectorEnv
-from envserve.errors import CallError, CodecError
+from envserve.errors import CallError, CodecError, LocalProtocolError
 from envserve.lane import Block
 from envserve.spaces import codec
 from envserve.wire.constants import MessageType
@@ -111,6 +111,17 @@ def test_arguments_that_cannot_be_sent_do_not_affect_the_envs(
         with pytest.raises(CallError, match=rf"^Env 1: difficulty: value: {remedy}"):
             batch.set_attr("difficulty", [0, argument])
     assert batch.step(np.zeros(2, np.int64)).valid.all()
+
+
+def test_a_pending_call_must_be_received_before_the_next_step(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch.and_reset(LEDGER, 2, 1)
+    batch.send_call("echo", 1)
+    for step in (batch.step, batch.send):
+        with pytest.raises(LocalProtocolError, match=r"call recv_call\(\) first"):
+            step(np.zeros(2, np.int64))
+    assert batch.recv_call() == [[1], [1]]
 
 
 def test_the_name_of_an_attribute_must_be_a_str(make_batch: MakeBatch) -> None:

@@ -348,6 +348,8 @@ def test_a_listener_that_does_not_reply_is_reported(listen: Listen) -> None:
     address = listen(Router).address
     with pytest.raises(ConnectError, match=r"within 3 s; another program may"):
         sessionless_requests.request_welcome(address, 3.0, insecure=True)
+    with pytest.raises(ConnectError, match=r"no server replied within 0 s$"):
+        sessionless_requests.request_welcome(address, 0.0, insecure=True)
 
 
 # One case per finding that prevents a connection.

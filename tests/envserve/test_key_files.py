@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -474,3 +475,14 @@ def test_a_change_waits_for_another_process_up_to_a_time_limit(
     finally:
         os.close(fd)
     assert folder.clients.remove("ci")
+
+
+def test_a_file_system_without_locks_is_an_error_with_a_remedy(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(KeyFileError, match=r"locked: No locks.*; set ENVSERVE_HOME"):
+        folder.ensure_key("client")

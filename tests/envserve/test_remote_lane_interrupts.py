@@ -7,6 +7,7 @@ another process.
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import math
 import select
@@ -18,8 +19,9 @@ from typing import Any, Final, Self
 
 import numpy as np
 import pytest
+import zmq
 
-from envserve.client import BatchEnv, StepResult
+from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Waker
@@ -320,6 +322,28 @@ def test_an_interrupt_while_waiting_costs_nothing(
         assert run.step().valid.all()
 
 
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(SystemExit(), SystemExit), (zmq.ZMQError(zmq.ENOTSOCK), LocalProtocolError)],
+    ids=["exits", "returns"],
+)
+def test_a_signal_handler_can_close_a_batch_that_waits(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, raised: type[BaseException]
+) -> None:
+    """If the handler returns, ZeroMQ finds that the socket is closed."""
+    with Run() as run:
+
+        def close() -> None:
+            run.batch.close()
+            raise error
+
+        monkeypatch.setattr(run.connection, "receive_soon", close)
+        with pytest.raises(raised):
+            run.batch.step(np.zeros(run.batch.num_envs))
+        assert run.batch.is_closed
+        assert not run.connection.server.pools
+
+
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
     """Interrupt the next `send`, either before or after it sends the message."""
     send = run.connection.send
@@ -397,6 +421,47 @@ def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
         assert batch.num_in_flight == 0
         assert (run.step().status == Status.SERVER_LOST).all()
         assert run.step().valid.all()
+
+
+def test_rows_can_be_received_after_an_interrupt_while_descriptors_are_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With several lanes, `recv` waits for their descriptors."""
+    monkeypatch.setattr(outcome_queue, "POLL_SECONDS", 0.0)
+    fileno = RemoteLane.fileno
+    line, is_complete = 0, False
+
+    def trace_update(lane: RemoteLane) -> int:
+        nonlocal is_complete
+        monkeypatch.setattr(RemoteLane, "fileno", fileno)
+        for connection in MemoryConnection.made:
+            connection.slow = set()
+        update = functools.partial(fileno, lane)
+        lines = run_traced(update, line, lambda path: path.endswith("client_blocks.py"))
+        is_complete = len(lines) < line
+        if not is_complete:
+            raise KeyboardInterrupt
+        return fileno(lane)
+
+    while not is_complete:
+        line += 1
+        MemoryConnection.made.clear()
+        addresses = ["tcp://memory:1", "tcp://memory:2"]
+        lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
+        for lane in lanes:
+            lane.finish_start(time.monotonic() + 20)
+        with BatchEnv(lanes, padding_after=math.inf) as batch:
+            batch.reset()
+            for connection in MemoryConnection.made:
+                connection.slow = {block.index for block in lanes[0].blocks}
+            batch.send(np.zeros(batch.num_envs))
+            monkeypatch.setattr(RemoteLane, "fileno", trace_update)
+            with contextlib.suppress(KeyboardInterrupt):
+                batch.recv(1)
+            while batch.num_in_flight:
+                batch.recv()
+            assert batch.step(np.zeros(batch.num_envs)).valid.all()
+    assert line > 10
 
 
 def test_a_waker_can_watch_a_descriptor_after_an_interrupt_at_any_line() -> None:

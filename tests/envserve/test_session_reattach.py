@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from envserve.errors import LeaseLost, ServerError, ServerLost, UnknownEnv
+from envserve.errors import (
+    EnvStartError,
+    LeaseLost,
+    ServerError,
+    ServerLost,
+    UnknownEnv,
+)
 from envserve.lane import Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
@@ -68,6 +74,17 @@ def test_the_next_server_gets_a_second_to_reply() -> None:
     client.record_disconnect(3.0)
     assert client.attachment.needs_server_since(3.0) is None
     assert client.attachment.needs_server_since(4.0) == 3.0
+
+
+def test_the_reason_why_a_lease_of_another_session_ended_is_raised() -> None:
+    client, _ = attach_and_restart(is_noticed=True)
+    server, successor = make_pair(boot=3)
+    client.attachment.move_to("tcp://fake:2", 4.0)
+    client.attachment.adopt_lease(successor.attachment, 4.0)
+    error = EnvStartError("no simulator licence")
+    server.carry_out(server.protocol.pool_failed(("", 11), error), 5.0)
+    exchange(client, server, 5.0)
+    assert isinstance(client.error, EnvStartError)
 
 
 def test_a_client_whose_envs_were_leased_to_another_one_fails_with_its_name() -> None:

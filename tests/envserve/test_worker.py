@@ -345,6 +345,41 @@ def test_call_that_fails_returns_the_traceback_and_costs_nothing(
 # Ending the worker.
 
 
+@pytest.mark.parametrize("second", ["no level", "the port is in use"])
+def test_the_error_of_an_env_whose_successor_fails_has_no_frames_of_envserve(
+    start_worker: StartWorker, second: str
+) -> None:
+    texts = iter(["no level", second])
+
+    class OneEpisodeEnv(ResetInfoEnv):
+        def reset(self, **_: Any) -> Any:
+            return super().reset() if self.is_first else self.fail()
+
+        is_first = True
+
+        def step(self, action: Any) -> Any:
+            OneEpisodeEnv.is_first = False
+            return super().step(action)
+
+        def fail(self) -> None:
+            raise ValueError(next(texts))
+
+    gymnasium.register("OneEpisode-v0", lambda **_: OneEpisodeEnv())
+    try:
+        worker = start_worker("OneEpisode-v0", 1).start_and_reset()
+        worker.send(MessageKind.STEP)
+        failed = worker.receive()
+    finally:
+        del gymnasium.registry["OneEpisode-v0"]
+    assert failed.kind is MessageKind.FAILED
+    text = failed.payload.decode()
+    assert "envserve/worker" not in text
+    errors = [line for line in text.splitlines() if line.startswith("ValueError")]
+    assert errors == [
+        f"ValueError: {each}" for each in dict.fromkeys(["no level", second])
+    ]
+
+
 @pytest.mark.parametrize("kind", [MessageKind.DONE, MessageKind.BUILD])
 def test_message_that_is_no_operation_ends_the_worker(
     start_worker: StartWorker, kind: MessageKind

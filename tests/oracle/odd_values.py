@@ -54,6 +54,13 @@ class Case(NamedTuple):
     expected: Any
 
 
+class NoTruthValue(collections.UserDict[str, Any]):
+    """A mapping without a truth value, like a TensorDict."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("a mapping is neither true nor false")
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -183,6 +190,7 @@ INFOS: Final = {
     "numbers as keys": Case("info", {1: 2, 0.5: 3}, ...),
     "ordered dict": Case("info", collections.OrderedDict(a=1), {"a": 1}),
     "mapping": Case("info", types.MappingProxyType({"a": 1}), {"a": 1}),
+    "no truth value": Case("info", NoTruthValue(a=1), {"a": 1}),
     "many numbers": Case("info", {"a": list(range(10_000)), "k": 1}, ...),
     "huge int": Case("info", {"a": 2**70, "k": 1}, ...),
     "object": Case("info", {"a": object(), "k": 1}, {"k": 1, "omitted": ["a"]}),
@@ -228,7 +236,7 @@ class OddValuesEnv(gymnasium.Env[Any, np.int64]):
         return observation[self.part] if self.part else observation
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return (self.observe(), {}) if self.has_info else self.observe()
+        return (self.observe(), NoTruthValue()) if self.has_info else self.observe()
 
     def step(self, action: np.int64) -> Any:
         case = CASES[action]

@@ -30,7 +30,7 @@ class Attacher:
         #: and returns whether attaching has ended.
         self._lanes: dict[Waker, Callable[[], bool]] = {}
         self._selector: selectors.BaseSelector | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def add(self, waker: Waker, attach: Callable[[], bool]) -> None:
         """Call `attach` when `waker` is readable, and in each regular check.

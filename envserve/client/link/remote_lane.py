@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, TypeVar
 
+import zmq
+
 from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedContext
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
@@ -128,7 +130,9 @@ class RemoteLane:
             client_name=f"{socket.gethostname()[:100]}:{os.getpid()}",
         )
         self._connect_seconds = timeouts.connect_seconds
-        self._lock = threading.Lock()
+        # All locks that the caller's thread acquires are reentrant, because a signal
+        # handler may close the batch during any call.
+        self._lock = threading.RLock()
         self._is_updating = False
         self._has_started, self._has_closed = threading.Event(), threading.Event()
         self._driver = SessionDriver(self._session, self._connection, server_pool)
@@ -146,7 +150,9 @@ class RemoteLane:
         if like is not None:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
-        self._finalizer = weakref.finalize(self, _release, self._driver, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _release, self._driver, self._lock, self._has_closed, os.getpid()
+        )
         self._keepalive_thread = threading.Thread(
             target=_run_keepalive,
             args=(weakref.ref(self), self._has_closed),
@@ -294,6 +300,8 @@ class RemoteLane:
                     else:
                         driver.wait(deadline)
                 except BaseException as error:
+                    if self._is_closing and isinstance(error, zmq.ZMQError):
+                        continue  # a signal handler has closed the lane
                     # The session requests a message again if the interrupt has lost it.
                     self._is_updating = False
                     mark_harmless(error)
@@ -435,7 +443,8 @@ class RemoteLane:
         """
         if self._lock.acquire(blocking=False):
             try:
-                if not self._is_updating:  # no update was interrupted
+                # Do nothing after an interrupted update, or once the lane is released.
+                if not (self._is_updating or self._has_closed.is_set()):
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
@@ -526,10 +535,21 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
     lane._has_started.set()
 
 
-def _release(driver: SessionDriver, owner_pid: int) -> None:
-    """Close the connection of a lane; release the lease if it still has one."""
+def _release(
+    driver: SessionDriver,
+    lock: threading.RLock,
+    has_closed: threading.Event,
+    owner_pid: int,
+) -> None:
+    """Close the connection of a lane; release the lease if it still has one.
+
+    The keep-alive thread may still be running, because a lane that was not closed is
+    released when the interpreter exits.
+    """
     if os.getpid() != owner_pid:
         return
-    driver.session.begin_close(time.monotonic())
-    driver.connection.flush(driver.session.outbox)
-    driver.connection.close(linger_seconds=_LINGER_SECONDS)
+    has_closed.set()
+    with lock:
+        driver.session.begin_close(time.monotonic())
+        driver.connection.flush(driver.session.outbox)
+        driver.connection.close(linger_seconds=_LINGER_SECONDS)

@@ -76,7 +76,7 @@ class ServerPool:
         self.polled_at = self._next_poll_at = -math.inf
         self.spread_at = self._next_spread_poll_at = -math.inf
         self._reported: set[str] = set()  # errors that were already logged
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread: threading.Thread | None = None
 
     def is_gone(self, address: str, since: float) -> bool:

@@ -100,6 +100,7 @@ def request(
                 raise exception_of(ErrorBody.decode(reply.body), address)
         if reply.type is reply_type:
             return reply
+    is_sent = sent_at > -math.inf
     hint = "; another program may be listening there" if is_sent else ""
     raise ConnectError(
         f"{address}: no server replied within {timeout_seconds:g} s"

@@ -187,6 +187,7 @@ class Attachment:
         """
         assert self.client_blocks is not None
         self._requests.adopt_session(other._requests)
+        self.attach_id = other.attach_id
         self._max_message_bytes = other._max_message_bytes
         text = f"{self.address}: another session has taken over the envs"
         other.fail(LocalProtocolError(text))

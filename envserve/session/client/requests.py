@@ -368,6 +368,4 @@ def pack_calls(
         if len(calls) > 1:
             return [pair for call in calls for pair in pack_calls([call], address)]
         row = calls[0].env_indices[0]
-        raise CallError(
-            f"{address}: Env {row}: {calls[0].name}: {error}", env_index=row
-        ) from None
+        raise CallError(f"{address}: {calls[0].name}: {error}", env_index=row) from None

@@ -118,7 +118,7 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
     raise Rejection(
         ErrorCode.REFUSED,
-        f"Env {env_index}: {kind} of {name[:64]!r} is not allowed; allowed: {exposed} "
+        f"{kind} of {name[:64]!r} is not allowed; allowed: {exposed} "
         f"(NAME alone means get:NAME and call:NAME). The operator can allow it with "
         f"--expose {kind}:NAME and, if this client's line in the clients file has "
         f"expose=, must add it there too",
