@@ -263,11 +263,11 @@ class EnvRequest(_Validated):
         env_kwargs = self.env_kwargs
         return env_kwargs if isinstance(env_kwargs, Mapping) else env_kwargs[row]
 
-    def context_of(self, row: int, worker: int = 0, workers: int = 1) -> EnvContext:
-        """Return the place of a row's env in its batch, on one of `workers` workers."""
+    def context_of(self, row: int, worker: int = 0, num_workers: int = 1) -> EnvContext:
+        """Return the place of a row's env in its batch, on one of `num_workers`."""
         first = self.first_env_index
         num_envs = self.num_batch_envs or first + self.num_envs
-        return EnvContext(first + row, num_envs, worker, workers)
+        return EnvContext(first + row, num_envs, worker, num_workers)
 
     @property
     def num_hosted(self) -> int:
@@ -300,8 +300,8 @@ class WorkerSettings(_Validated):
     """Timeout in seconds for building an env, for its first step (which may compile
     code) and for a reset. After that, the env's worker is killed."""
     max_restarts: _CountOrZero = 5
-    """Maximum number of times in a row that a worker is restarted without a valid step
-    of the failing env in between; after that, the env's error is raised."""
+    """Maximum number of consecutive restarts of a worker without a valid step of the
+    failing env; after that, the env's error is raised."""
     max_row_mib: _CountOrZero | None = None
     """Maximum shared memory for all rows of one user in MiB; by default, unlimited."""
     max_infos_kib: Annotated[int, Meta(ge=1, le=1 << 15)] = 64

@@ -424,8 +424,8 @@ class Simulation:
           states: The states of all rows.
 
         Returns:
-          The outputs of the policy, `[T, B, ...]`, and the states after the rollout,
-          each for the only split.
+          Lists with one item for the only split: the outputs of the policy,
+          `[T, B, ...]`, and the states after the rollout.
         """
         batch, rollout, horizon = self._env.env, self._rollout, self._horizon
         observations = tf.nest.flatten(rollout.observation)

@@ -254,9 +254,9 @@ class BatchEnv:
             with index i modulo the number of GPUs. By default, workers see all GPUs.
           reset_timeout: Time limit for constructing one env, for its first step and for
             a reset, in seconds, after which its worker is killed; 120 by default.
-          max_restarts: Maximum number of times in a row that a worker is restarted
-            without a valid step of the failing env in between; 5 by default. After
-            that, the env's error is raised.
+          max_restarts: Maximum number of consecutive restarts of a worker without a
+            valid step of the failing env; 5 by default. After that, the env's error is
+            raised.
           max_infos_kib: Maximum size of a row's infos in KiB; 64 by default. If they
             are larger, the keys with the largest values are omitted.
           crash_dir: Directory for crash repro files; by default, this user's directory

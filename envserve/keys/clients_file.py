@@ -43,10 +43,9 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: This function is called with a function that reads the file if it has
-        changed. By default, that function is called immediately. A server calls it in a
-        thread, because a network file system may hang, and uses the old contents until
-        the thread has finished.
+      run_refresh: Calls its argument, a function that reads the file if it has changed;
+        by default, immediately. A server calls it in a thread, because a network file
+        system may hang, and uses the old contents until the thread has finished.
       check_seconds: Minimum seconds between two checks whether the file has changed.
     """
 

@@ -281,8 +281,8 @@ class BlockOperations:
                 return
             self.likely_last = worker
             is_plain = slot.kind == _STEP and not event.payload
-            is_tracked = slot.failing_rows or slot.resetting
-            if not is_plain or index in self.losses or is_tracked:
+            tracks_rows = slot.failing_rows or slot.resetting
+            if not is_plain or index in self.losses or tracks_rows:
                 self._on_reply(slot, event.payload, now)
                 return
             worker.has_stepped = True  # fast path
@@ -375,8 +375,8 @@ class BlockOperations:
     def _end_reset(self, slot: _BlockSlot, outcome: Outcome, now: float) -> Outcome:
         """Return the outcome of a reset.
 
-        It is an error if an env failed, although all envs were reset: an env that
-        failed was rebuilt, and reset without seed and options.
+        If an env failed, the outcome is an error, although all envs were reset: the
+        failed env was rebuilt, and reset without seed and options.
         """
         task, faults = slot.task, outcome.faults
         slot.resetting.difference_update(task.reset_rows)

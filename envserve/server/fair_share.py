@@ -71,8 +71,7 @@ class FairShare:
         # Decaying counts by user: seconds of loop time, and seconds without steps.
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._non_step_seconds: defaultdict[str, float] = defaultdict(float)
-        # Decaying number of turns that left messages unread and ended with a message of
-        # the user.
+        # Decaying number of turns that left messages unread, by the last sender.
         self._unread: defaultdict[str, float] = defaultdict(float)
         # Dropped messages and bytes by user, as a fraction of the limits of a flood.
         self._dropped: defaultdict[str, float] = defaultdict(float)

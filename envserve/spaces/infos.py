@@ -28,8 +28,8 @@ _ROW_OVERHEAD_VALUES: Final = 4
 _UNLIMITED: Final = 1 << 60
 #: Upper bound for the size of an encoded row number.
 _ROW_KEY_BYTES: Final = 9
-#: Maximum number of values for which `join_infos` omits individual key-value pairs. For
-#: this number, that takes a few milliseconds.
+#: Above this number of values, `join_infos` omits infos as a whole, because comparing
+#: key-value pairs would take more than a few milliseconds.
 _MAX_VALUES_BY_PAIR: Final = 1 << 13
 #: Encoded placeholder for an info that is omitted as a whole, and its number of values.
 _ALL_OMITTED: Final = codec.encode({"omitted": ["..."]})

@@ -317,8 +317,8 @@ class BlockParts(dict[tuple[int, ...], RowPart]):
         ranges = merge_ranges((block.start, block.stop) for block in blocks)
         if len(indexes) != 1:
             if self._num_sets == _MAX_PARTS:
-                for others in [key for key in self if len(key) != 1]:
-                    del self[others]
+                for key in [key for key in self if len(key) != 1]:
+                    del self[key]
                 self._num_sets = 0
             self._num_sets += 1
         part = self[indexes] = RowPart(self._codec, ranges)

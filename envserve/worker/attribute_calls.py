@@ -27,8 +27,8 @@ _SOFT_LIMIT_BYTES: Final = 4 << 20
 #: may use an equal share.
 _POOL_SOFT_LIMIT_BYTES: Final = 32 << 20
 #: Maximum number of values in the result of a row, counted as in `codec.check`. It is
-#: limited because each value takes time to decode. All rows of a reply together have
-#: less than twice this number.
+#: limited because each value takes time to decode. A reply, with all its rows, has less
+#: than twice this number.
 MAX_RESULT_VALUES: Final = 1 << 17
 _NONE: Final = codec.encode(None)
 #: First byte of an encoded list; the length of the list follows.

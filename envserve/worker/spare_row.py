@@ -219,7 +219,7 @@ class SpareRow:
     def _activate_spare(
         self, spare_reset: Future[Mapping[str, Any]]
     ) -> Mapping[str, Any]:
-        """Wait for the reset of the spare env and activate this env; return the info.
+        """Wait for the reset of the spare env, activate it, and return the info.
 
         Raises:
           Exception: The reset failed. The spare is active nevertheless, so that the

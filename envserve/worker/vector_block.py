@@ -418,7 +418,7 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
     known = find_spec(name)
     if known.vector_entry_point is None:
         raise UnknownEnv(
-            f"no env named {name!r} has a vector_entry_point; to name a VectorEnv "
+            f"no env named {name!r} has a vector_entry_point; to use a VectorEnv "
             f"class, register it: gymnasium.register('MyEnv-v0', "
             f"vector_entry_point='my_module:MyVectorEnv')"
         )

@@ -201,8 +201,8 @@ def decode_report(
 def fault_from_error(row: int, error: Exception) -> Fault:
     """Return the fault of a row whose env has raised an exception.
 
-    Remove the frames that call the env from the exception: if the env's successor also
-    fails, its traceback includes this one.
+    Remove the frames that call the env from the exception: the traceback of a successor
+    that also fails includes them.
     """
     if isinstance(error, SpaceViolation):
         text, is_violation = str(error), not error.is_masked

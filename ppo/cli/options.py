@@ -145,7 +145,7 @@ class SourceOptions(NamedTuple):
     trust: bool = False
 
     def applied_to(self, source: EnvSource) -> EnvSource:
-        """Return an env source in which the given options replace the values."""
+        """Return `source` with its values replaced by the given options."""
         addresses, modules = source.addresses, source.import_modules
         if self.connect is not None:
             addresses = () if self.connect == ["local"] else tuple(self.connect)
@@ -352,12 +352,12 @@ def check_trust(
     apply = apply_settings if resume is None else resumed_config
     config = options.with_moved_files(apply(stored, changes))
     keys = {change.partition("=")[0] for change in changes}
-    typed_source = options.applied_to(EnvSource())
-    typed = {*typed_source.addresses, *typed_source.import_modules}
-    typed.update(*(names for key, names in code_names(config).items() if key in keys))
+    entered_source = options.applied_to(EnvSource())
+    entered = {*entered_source.addresses, *entered_source.import_modules}
+    entered.update(*(names for key, names in code_names(config).items() if key in keys))
     if name is not None and not is_file:
-        typed.update(*code_names(with_absolute_paths(load_config(name))).values())
-    code = describe_code(config, options.applied_to(source), typed)
+        entered.update(*code_names(with_absolute_paths(load_config(name))).values())
+    code = describe_code(config, options.applied_to(source), entered)
     if not code or is_trusted(stored, source, resume):
         return
     text = f"{one_line(str(resume or name))} names code or servers that you have not "
@@ -509,9 +509,9 @@ def report_errors(
 
     Args:
       log_format: With "text", warnings about envs are plain lines.
-      is_restartable: Whether a supervisor restarts the command. If so, the exit code
-        after the loss of all servers is 3, as for a stopped run, and an unknown
-        address is not an input error, because the servers may start later.
+      is_restartable: Whether a supervisor restarts the command. If so, exit with 3
+        after the loss of all servers, as for a stopped run, and with 1 if an address
+        is unknown, because the servers may start later.
     """
     try:
         with plain_warnings() if log_format == "text" else contextlib.nullcontext():

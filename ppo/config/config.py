@@ -530,9 +530,9 @@ class Config:
     not reply."""
 
     max_restarts: Annotated[int, Meta(ge=0, le=2**31)] = 5
-    """Maximum number of times in a row that a local worker is restarted without a valid
-    step of the failing env in between; after that, the run ends with the env's error.
-    Env servers have their own limit."""
+    """Maximum number of consecutive restarts of a local worker without a valid step of
+    the failing env; after that, the run ends with the env's error. Env servers have
+    their own limit."""
 
     on_fault: Literal["truncate", "raise"] = "truncate"
     """What happens when an environment fails: truncate or raise. "truncate" ends its

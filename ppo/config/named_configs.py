@@ -381,13 +381,13 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     settings = list(settings)
     try:
         config = with_algorithm(config, settings)
-        unknown = None if ":" in config.algorithm else str
+        unknown_kind = None if ":" in config.algorithm else str
         current = {**config.algorithm_settings, **vars(config)}
         for setting in settings:
             key, equals, text = setting.partition("=")
             if not equals:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
-            kind = type(current[key]) if key in current else unknown
+            kind = type(current[key]) if key in current else unknown_kind
             try:
                 changes[key] = _parse_value(text.strip(), kind)
             except RecursionError:

@@ -245,7 +245,7 @@ def _load_state(
 def _plain_path(path: Path) -> Iterator[Path]:
     """Yield a path at which TensorFlow can read a folder.
 
-    TensorFlow uses paths as patterns of file names, and in UTF-8, whatever the locale.
+    TensorFlow treats paths as patterns, and encodes them in UTF-8 in all locales.
     """
     if not re.search(r"[*?[\\]|[^\x00-\x7f]", str(path)):
         yield path

@@ -89,18 +89,18 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 
 def describe_code(
-    config: Config, source: EnvSource = LOCAL, typed: Collection[str] = ()
+    config: Config, source: EnvSource = LOCAL, entered: Collection[str] = ()
 ) -> str:
     """Return one line that lists the code and servers of a run; empty if none.
 
     Args:
       config: The config of the run.
       source: The source of its envs.
-      typed: Names, files and addresses that the user has typed, which are omitted.
+      entered: Names, files and addresses that the user has entered; omitted.
     """
     parts = []
     for setting, names in code_names(config, source).items():
-        shown = [n for n in names if not {n, split_reference(n)[0]} & {*typed}]
+        shown = [n for n in names if not {n, split_reference(n)[0]} & {*entered}]
         suffix = " without keys" if setting == "connect" and config.insecure else ""
         parts += [f"{', '.join(shown)} ({setting}{suffix})"] if shown else []
     return one_line("; ".join(parts))

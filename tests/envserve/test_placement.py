@@ -1,6 +1,6 @@
 """Lanes are spread evenly again after every kind of outage, in virtual time.
 
-A world of servers and lanes moves in steps of half a second. Each lane behaves like a
+The tests simulate servers and lanes in steps of half a second. Each lane behaves like a
 session: it returns to its own server if that is back, and otherwise asks for another.
 """
 

@@ -156,7 +156,7 @@ class Placement:
                 return
 
     def record_rejection(self, lane: object, now: float) -> None:
-        """Record that a lane's target has not granted it envs; it keeps its server."""
+        """Record that a lane's target has not granted it envs; keep its server."""
         self._avoid(self.targets.pop(lane), now)
 
     def move(self, lane: object) -> str:

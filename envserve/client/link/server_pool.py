@@ -143,12 +143,12 @@ class ServerPool:
                     self._next_spread_poll_at = now + SPREAD_POLL_SECONDS
                     self._start_poll(is_full=False)
 
-    def remove(self, lane: object, until: float) -> None:
-        """Remove a lane; after the last lane, wait for a running poll until `until`."""
+    def remove(self, lane: object, deadline: float) -> None:
+        """Remove a lane; after the last one, wait for a poll until `deadline`."""
         with self._lock:
             self.placement.remove(lane)
         if self._thread is not None and not self.placement.locations:
-            self._thread.join(max(0.0, until - time.monotonic()))
+            self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, is_full: bool) -> None:
         began = time.monotonic()

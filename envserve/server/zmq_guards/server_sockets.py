@@ -50,7 +50,7 @@ _RETRY_SECONDS: Final = 0.001
 #: Number of closures within `_BLAMED_SECONDS` for which a user is shut out.
 _MAX_BLAMED: Final = 3
 _BLAMED_SECONDS: Final = 60.0
-#: User of all peers of a socket without keys, by scheme.
+#: Maps schemes to the user of all peers, for sockets without keys.
 _USERS: Final = {"ipc": "local", "tcp": ""}
 
 

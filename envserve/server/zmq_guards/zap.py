@@ -75,8 +75,8 @@ class Zap:
           loop: Event loop that reads the requests.
           is_shut_out: Returns whether to reject a user temporarily.
           audit: Callback that records an event in the audit log.
-          is_ready: Returns whether `find` uses the grants of a given time, a value of
-            `time.monotonic()`, or newer ones; until it does, requests wait.
+          is_ready: Returns whether the grants of `find` were checked since a time, a
+            value of `time.monotonic()`; until they are, requests wait.
         """
         self._audit = audit
         self._is_ready = is_ready

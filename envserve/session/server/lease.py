@@ -87,7 +87,7 @@ class _BlockRequest:
       resets: Resets of a RESET; empty for other requests.
       outcomes: Outcomes of its blocks that are done.
       has_separate_replies: Whether each of its blocks gets its own reply.
-      limiter: Limits how often its reply is sent again; None before the first time.
+      limiter: Limits how often its reply is resent; None until the first resend.
       num_rounds: Number of times that its separate replies were sent.
     """
 
@@ -131,14 +131,14 @@ class ResultCache:
         self.num_bytes += len(outcomes[block].result)
         while len(self._outcomes) > 1 and self.num_bytes > self._max_bytes:
             oldest = next(iter(self._outcomes))
-            others = self._outcomes[oldest]
-            length = len(others[oldest].result)
+            request_outcomes = self._outcomes[oldest]
+            length = len(request_outcomes[oldest].result)
             self.drop(oldest)
             error = CallError(
                 f"the call was executed, but its reply of {length} bytes was lost, "
                 f"and the server no longer has the result"
             )
-            others[oldest] = Outcome(oldest, error=error)
+            request_outcomes[oldest] = Outcome(oldest, error=error)
 
     def drop(self, block: int) -> None:
         """Discard the result of a block, if there is one."""
@@ -253,8 +253,8 @@ class Lease:
         if request is None:
             if all(seq > self._last_seq[block] for block, seq in message.entries):
                 raise self._gap_rejection(message)
-            # This is a late copy, either of an answered request or of a rejected one
-            # whose seq another request has used since.
+            # This is a late copy of an answered request, or of a rejected request
+            # whose seq was used again.
             self.num_late_messages += 1
             return []
         if message.attempt <= request.message.attempt:

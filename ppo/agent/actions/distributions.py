@@ -204,13 +204,13 @@ class MultiCategorical(Categorical):
           sizes: Number of options of each choice.
           allowed: Action mask, bool `[N, sum(sizes)]`; None allows all.
         """
-        rows = padded_choices(logits, sizes)
+        padded = padded_choices(logits, sizes)
         if allowed is not None:
-            rows = masked_logits(rows, padded_choices(allowed, sizes))
+            padded = masked_logits(padded, padded_choices(allowed, sizes))
         if min(sizes) < max(sizes):
             exists = np.arange(max(sizes)) < np.asarray(sizes)[:, None]
-            rows = tf.where(exists, rows, FORBIDDEN)
-        return cls(rows)
+            padded = tf.where(exists, padded, FORBIDDEN)
+        return cls(padded)
 
     def sample(self, noise: tf.Tensor) -> tf.Tensor:
         """Return actions, int64 `[N, D]`, given noise `[N, D * max(sizes)]`."""

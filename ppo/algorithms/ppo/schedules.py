@@ -92,7 +92,7 @@ class Schedules:
         self._function = None
         if ":" in name:
             self._function = load_user_code("learning_rate_schedule", name)
-            # Report errors that occur late in the run before training starts.
+            # Before training starts, report errors that would occur late in the run.
             for percent in range(100):
                 self._custom_factor(percent / 100)
         # The rule is that of batch-ppo. With these bounds, the penalty can return from

@@ -167,7 +167,7 @@ def kill(trial: Trial) -> None:
 @chaos_case(
     "an env raises in 1 of 1,000 steps",
     "one lost row, with the traceback; if a rebuilt env raises before a valid step, "
-    "one for each row of its worker, with the exception",
+    "all rows of its worker, with the exception",
 )
 def raise_(trial: Trial) -> None:
     num_rows = trial.count(1_000_000, 2000)

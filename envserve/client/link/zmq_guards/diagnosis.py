@@ -232,15 +232,15 @@ def connection_error(
     if finding is Finding.REFUSED:
         return ConnectError(f"{address}: {_refused_text(address)}")
     client = fingerprint(keys[1].public) if keys else ""
-    nothing = "nothing was sent; " if keys else ""
+    nothing_sent = "nothing was sent; " if keys else ""
     ask = "is `envserve start` running there, on that port?"
     texts = {
         Finding.UNKNOWN_HOST: "cannot resolve the host name; check its spelling and "
         "the DNS of this network",
         Finding.NOT_ZEROMQ: f"the program that listens there does not speak ZeroMQ; "
-        f"{nothing}{ask}",
+        f"{nothing_sent}{ask}",
         Finding.SILENT: "the program that listens there does not reply: it "
-        f"hangs, or does not speak ZeroMQ; {nothing}{ask}",
+        f"hangs, or does not speak ZeroMQ; {nothing_sent}{ask}",
         Finding.NOT_A_SERVER: "a ZeroMQ socket of another program listens there; "
         f"{ask}",
         Finding.USES_NO_KEYS: "the server uses no keys, but this client requires them; "
