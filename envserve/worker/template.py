@@ -324,7 +324,7 @@ class _Template:
             modules, env_names = [], []
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
-        files = dict.fromkeys(_thread_ids(), "")
+        files = dict.fromkeys(thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
             self._report({"importing": name})
@@ -336,7 +336,7 @@ class _Template:
             elif not self._import_error:
                 self._import_error = _import_error([name])
             file = Path(split_reference(name)[0]).name
-            files = dict.fromkeys(_thread_ids(), file) | files
+            files = dict.fromkeys(thread_ids(), file) | files
         names, error = [], self._import_error
         if lists_names and not error:
             if not (modules or env_names):
@@ -349,7 +349,7 @@ class _Template:
         self._share_resource_tracker()
         gc.collect()
         gc.freeze()  # garbage collections must not write to pages that forks share
-        note, started = "", [*filter(None, map(files.get, _thread_ids()))]
+        note, started = "", [*filter(None, map(files.get, thread_ids()))]
         if started:
             note = (
                 f"importing {', '.join(sorted({*started}))} started {len(started)} "
@@ -545,7 +545,7 @@ def _import_error(modules: list[str]) -> str:
     return ""
 
 
-def _thread_ids() -> set[object]:
+def thread_ids() -> set[object]:
     """Return the ids of all threads, on Linux including those of native libraries."""
     with contextlib.suppress(OSError):  # /proc may not be mounted, as in a chroot
         return {*os.listdir("/proc/self/task")}

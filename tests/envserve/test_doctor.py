@@ -103,8 +103,11 @@ def test_low_limits_of_open_files_cores_and_memory_are_reported(
 
 
 def test_without_proc_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert "memory" not in {finding["name"] for finding in doctor._resources()}
+    exists = os.path.exists
+    monkeypatch.setattr(
+        os.path, "exists", lambda path: path != "/proc/meminfo" and exists(path)
+    )
+    assert "memory" not in examine()[1]
 
 
 def test_a_port_in_use_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

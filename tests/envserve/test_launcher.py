@@ -593,7 +593,7 @@ def test_threads_are_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "listdir", fails)
-    assert threading.get_ident() in template._thread_ids()
+    assert threading.get_ident() in template.thread_ids()
 
 
 def test_import_without_threads_records_none(make_launcher: Make, start: Start) -> None:
