@@ -160,9 +160,13 @@ def _label(task: Task, scores: Sequence[Score]) -> list[str]:
 
 def _remarks(scores: Mapping[str, Sequence[Score]]) -> str:
     declining = [name for name, runs in scores.items() if runs and _declines(runs)]
-    return (
+    legend = (
         "†: measured with settings that differ from the current ones, or that were not "
         "recorded.\n\n"
+    )
+    has_old = any("†" in row[1] for row in table_rows(scores))
+    return (
+        f"{legend if has_old else ''}"
         "E is below 0.95 of B, or the E of a seed is below half of the mean, in: "
         f"{', '.join(declining) or 'no row'}.\n"
     )
