@@ -84,17 +84,16 @@ class TrainingRun:
             act_on=config.act_on,
             num_rollouts=1 + config.overlap,
         )
-        parts = tf.nest.flatten(self.algorithm.trackables)
-        for part in parts:
-            if not getattr(part, "built", True):
-                raise ConfigError(
-                    f"algorithm {config.algorithm}: expected trackables with "
-                    f"variables; got {type(part).__name__}, which is not built yet; "
-                    "build it in __init__, so that a checkpoint can restore it."
-                )
-        got: Any = None
+        got: Any = self.algorithm.trackables
         try:
-            for got in parts:  # a checkpoint ignores numbers in nested dicts and lists
+            for got in tf.nest.flatten(self.algorithm.trackables):
+                if not getattr(got, "built", True):
+                    raise ConfigError(
+                        f"algorithm {config.algorithm}: expected trackables with "
+                        f"variables; got {type(got).__name__}, which is not built yet; "
+                        "build it in __init__, so that a checkpoint can restore it."
+                    )
+                # A checkpoint ignores numbers in nested dicts and lists.
                 tf.train.Checkpoint(part=got)
             got = self.algorithm.trackables
             trackables = dict(got)

@@ -17,6 +17,7 @@ from envserve.errors import AddressError, CodecError, EnvserveError, KeyFileErro
 from envserve.keys import formats
 from envserve.keys.grant import Grant, parse_words
 from envserve.keys.key_folder import KeyFolder, Role
+from envserve.keys.key_pair import KeyPair
 
 _AT_HELP: Final = (
     "Address at which clients reach the server: HOST, HOST:PORT or tcp://HOST:PORT; "
@@ -70,14 +71,16 @@ def make(
             local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)
-            # The pin is written last, so a folder with a pin and a key is complete. Do
-            # not write the client's line in `clients` again, because the operator may
-            # have changed or removed it.
-            if not (client.pinned_addresses and client.key("client")):
-                public = client.ensure_key("client").public
+            pair = client.key("client")
+            # The key and the pin are written last, so a folder with both is complete.
+            # Do not write the client's line in `clients` again, because the operator
+            # may have changed or removed it.
+            if not (pair and client.pinned_addresses):
+                pair = pair or KeyPair.generate()
                 old = server.clients.find_name(name, -math.inf)
-                grant = replace(old or Grant(name=name, public=public), public=public)
-                server.clients.add(grant, time.time())
+                old = old or Grant(name=name, public=pair.public)
+                server.clients.add(replace(old, public=pair.public), time.time())
+                client.write_key("client", pair)
             client.add_pin(at, key.public, name)
     print(f"{dir_}: {' '.join(sorted(path.name for path in dir_.iterdir()))}")
 

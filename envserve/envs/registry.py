@@ -430,7 +430,8 @@ def find_spec(name: str) -> EnvSpec:
     if name in gymnasium.registry:
         return gymnasium.registry[name]
     module, attribute = user_envs.split_reference(name)
-    if attribute and "/" in module and not module.endswith("py"):
+    # `ppo` names the module of a file that it has loaded like "/path/file_py".
+    if attribute and "/" in module and not module.endswith((".py", "_py")):
         raise UnknownEnv(
             f"expected a file or a module before the colon; got {name!r}; pass "
             f"{module}.py:{attribute}, or the name of the module as in an import"

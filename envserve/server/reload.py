@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Final
 
+from gymnasium.error import DependencyNotInstalled
+
 from envserve.envs.registry import import_env_modules, offered_names, preload
 from envserve.errors import EnvStartError
 from envserve.settings import HostSettings
@@ -157,8 +159,8 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
                 preload(name)
             except EnvStartError as error:
                 # A module may register envs whose packages are not installed.
-                is_missing = isinstance(error.__cause__, ModuleNotFoundError)
-                if host.env_names or not is_missing:
+                missing = ModuleNotFoundError, DependencyNotInstalled
+                if host.env_names or not isinstance(error.__cause__, missing):
                     raise
     except Exception as error:
         send((str(error) or repr(error), []))

@@ -82,7 +82,7 @@ async def serve(
         registered.
     """
     loop = asyncio.get_running_loop()
-    if 0 <= (num_descriptors := raise_file_limit()) < _MIN_DESCRIPTORS:
+    if (num_descriptors := raise_file_limit()) < _MIN_DESCRIPTORS:
         raise ServerError(
             f"a server needs at least {_MIN_DESCRIPTORS} open files, but this process "
             f"may open at most {num_descriptors}; raise the hard limit (ulimit -n)"

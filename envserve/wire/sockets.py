@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import sys
 import tempfile
 from typing import Final
 
@@ -173,12 +174,11 @@ def raise_file_limit() -> int:
     Returns:
       The limit that is now in effect.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return soft
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # macOS rejects its own "unlimited"
-        _LOGGER.info("cannot raise the limit of %d open files: %s", soft, error)
-        return soft
-    return hard
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            limit = hard
+        except (OSError, ValueError) as error:  # macOS rejects its own "unlimited"
+            _LOGGER.info("cannot raise the limit of %d open files: %s", limit, error)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit

@@ -63,12 +63,12 @@ def _has_zombie_child() -> bool:
 def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
     """Return the process id, state and session of each child, including adopted ones.
 
-    On systems other than Linux, return an empty list.
+    Without /proc, as on macOS, return an empty list.
 
     Args:
       pid: The parent; this process by default.
     """
-    if sys.platform != "linux":
+    if not os.path.isdir("/proc"):
         return []
     children, parent_pid = [], pid or os.getpid()
     for name in filter(str.isdigit, os.listdir("/proc")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
+from envserve.client.link.zmq_guards import byte_counter
 from envserve.client.link.zmq_guards.byte_counter import ByteCounter
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.host_resources import num_cores
@@ -235,3 +237,14 @@ def test_bytes_of_an_older_connection_do_not_count_against_a_new_one(
         finally:
             for each in received:
                 each.close()
+
+
+def test_bytes_are_not_counted_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str) -> list[str]:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "listdir", fails)
+    monkeypatch.setattr(byte_counter, "_FEWEST", byte_counter._FewestBytes())
+    receiver: Any = SimpleNamespace(num_messages=0)
+    counter = ByteCounter(receiver, "tcp://127.0.0.1:1")
+    assert [counter.count(is_connected=True) for _ in range(2)] == [0, 0]

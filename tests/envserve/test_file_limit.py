@@ -1,13 +1,19 @@
 """Clients of many servers raise their limit on open files, or report that it is low.
 
-Each test runs in a process of its own, because limits cannot be raised again.
+Tests that lower the limit run in a process of their own, because it cannot be raised
+again.
 """
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from envserve.wire.sockets import raise_file_limit
 
 #: Connects to 100 servers, which nobody serves, with a hard limit for 50 of them.
 CONNECT = """
@@ -85,3 +91,11 @@ def test_missing_descriptors_are_not_reported_as_another_error(tmp_path: Path) -
         assert line.endswith(
             "Too many open files; raise the limit on open files (ulimit -n)"
         )
+
+
+def test_an_unlimited_number_of_files_is_a_large_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unlimited = resource.RLIM_INFINITY  # -1 on Linux
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (unlimited, unlimited))
+    assert raise_file_limit() == sys.maxsize

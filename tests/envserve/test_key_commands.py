@@ -14,10 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from envserve.cli.app import PROGRAM
+from envserve.errors import KeyFileError
 from envserve.keys import formats
 from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
@@ -294,7 +296,7 @@ def test_adding_an_address_restores_no_client_and_raises_no_limit(
 
 
 def test_keys_make_replaces_deleted_keys_and_keeps_limits(
-    run: Run, tmp_path: Path
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = tmp_path / "made"
     words = ("keys", "make", str(made), "server", "ci", *AT)
@@ -304,6 +306,10 @@ def test_keys_make_replaces_deleted_keys_and_keeps_limits(
     server.clients.add(replace(grant, max_envs=3), 0.0)
     (made / "ci" / "client.key").unlink()
     (made / "server" / "server.key").unlink()
+    full = mock.Mock(side_effect=KeyFileError("no space left"))
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientsFile, "add", full)
+        assert run(*words).exit_code == 2
     assert run(*words).exit_code == 0
     pair, key = client.key("client"), server.key("server")
     assert pair is not None

@@ -54,8 +54,8 @@ def test_the_error_about_an_unknown_name_suggests_only_similar_names() -> None:
         with pytest.raises(UnknownEnv) as caught:
             make_env(name, {})
         assert "did you mean" not in str(caught.value)
-    with pytest.raises(UnknownEnv, match=r"pass src/lab/arm\.py:Arm, or"):
-        make_env("src/lab/arm:Arm", {})
+    with pytest.raises(UnknownEnv, match=r"pass src/lab/armpy\.py:Arm, or"):
+        make_env("src/lab/armpy:Arm", {})
 
 
 @pytest.mark.parametrize(

@@ -121,8 +121,13 @@ def test_envs_that_cannot_be_imported_are_an_error_at_the_start(
 def test_envs_that_a_module_registers_by_name_are_imported(folder: Path) -> None:
     registrations = (
         'gymnasium.register("Lazy-v0", "not_installed:Env")\n'
-        'gymnasium.register("Lazy-v1", "my_env:Same")\n'
+        'gymnasium.register("Lazy-v1", "no_mujoco:Env")\n'
+        'gymnasium.register("Lazy-v2", "my_env:Same")\n'
     )
+    missing = (
+        "from gymnasium.error import DependencyNotInstalled as Missing\nraise Missing"
+    )
+    save(folder / "no_mujoco.py", missing)
     save(folder / "lazy_envs.py", f"import gymnasium\n{registrations}")
     save(folder / "my_env.py", "1 / 0")
     host = HostSettings(import_modules=(str(folder / "lazy_envs.py"),))

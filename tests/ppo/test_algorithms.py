@@ -246,7 +246,8 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
     config = SMALL.replace(algorithm=f"{__name__}:Untracked")
     variable = tf.Variable(1.0)
-    wrong = (None, [variable], {1: variable}, {"agent": variable})
+    mixed = {1: variable, "v": variable}
+    wrong = (None, [variable], {1: variable}, mixed, {"agent": variable})
     parts = ({"n": 3}, 3), ({"v": variable, "state": [{"lost": 3}]}, 3)
     for stored, got in [*zip(wrong, wrong, strict=True), *parts]:
         with (

@@ -151,7 +151,10 @@ class Schedules:
             assert self._function is not None
             factor = float(self._function(progress))
             if not 0.0 <= factor < math.inf:
-                raise ValueError(f"expected a finite factor >= 0, got {factor}")
+                raise ValueError(
+                    f"expected a finite factor >= 0, got {factor} at progress "
+                    f"{progress:g}"
+                )
         return factor
 
     def update(self, kl: float) -> None:

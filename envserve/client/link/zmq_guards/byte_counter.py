@@ -91,10 +91,12 @@ class _FewestBytes:
         if (now := time.monotonic()) >= self._next_at:
             self._next_at = now + 0.5  # so that other threads do not scan meanwhile
             found: dict[int, int] = {}
-            for fd in map(int, os.listdir("/proc/self/fd")):
-                peer_port, num_bytes = _received(fd)
-                if num_bytes:
-                    found[peer_port] = min(num_bytes, found.get(peer_port, num_bytes))
+            with contextlib.suppress(OSError):  # no /proc, or no free descriptor
+                for fd in map(int, os.listdir("/proc/self/fd")):
+                    peer_port, num_bytes = _received(fd)
+                    if num_bytes:
+                        fewest = found.get(peer_port, num_bytes)
+                        found[peer_port] = min(num_bytes, fewest)
             self._found, self._found_at = found, now
             self._next_at = now + 10 * (time.monotonic() - now)
         return self._found.get(port, 0) if self._found_at >= since else 0
