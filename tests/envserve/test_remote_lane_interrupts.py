@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import math
 import select
@@ -342,6 +343,51 @@ def test_a_signal_handler_can_close_a_batch_that_waits(
             run.batch.step(np.zeros(run.batch.num_envs))
         assert run.batch.is_closed
         assert not run.connection.server.pools
+
+
+def test_a_signal_handler_can_close_a_batch_that_is_being_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Locks and sockets that the interrupted call uses are left to this call."""
+    with Run() as run:
+        close, num_calls = run.lane.close, 0
+
+        def close_again() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            run.batch.close()
+            close()
+
+        monkeypatch.setattr(run.lane, "close", close_again)
+        run.batch.close()
+        assert num_calls == 1
+        assert run.batch.is_closed
+        assert not run.connection.server.pools
+
+
+def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    addresses = ["tcp://memory:1", "tcp://memory:2"]
+    lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
+    for lane in lanes:
+        lane.finish_start(time.monotonic() + 20)
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        for connection in MemoryConnection.made:
+            connection.slow = {block.index for block in lanes[0].blocks}
+
+        def close(timeout: float) -> list[Any]:
+            if not timeout:
+                return []
+            batch.close()
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+        selector = batch._group.queue._armed_selector()
+        monkeypatch.setattr(selector, "select", close)
+        batch.send(np.zeros(batch.num_envs))
+        with pytest.raises(LocalProtocolError, match="already closed"):
+            batch.recv(1)
 
 
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:

@@ -115,7 +115,9 @@ class SharedContext:
         with self._lock:
             self._connections.discard(connection)
             if self._context is not None and not self._connections:
-                self._context.term()  # blocks until lingering messages are sent
+                # Close sockets that interrupted calls have opened but not stored; then
+                # block until lingering messages are sent.
+                self._context.destroy()
                 self._context = None
 
 
@@ -358,7 +360,7 @@ class Connection:
         """
         has_sent = False
         while outbox and self.send(outbox[key := next(iter(outbox))]):
-            del outbox[key]
+            outbox.pop(key, None)  # a signal handler may have closed the lane
             has_sent = True
         return has_sent
 

@@ -285,7 +285,7 @@ class RemoteLane:
             self._is_watched &= timeout_seconds < SLICE_SECONDS
             while True:
                 if self._is_closing:
-                    raise LocalProtocolError(f"{self!r} can no longer be used")
+                    raise self._closed_error()
                 may_block = deadline - now >= SLICE_SECONDS
                 if not may_block:
                     self._run_unless_answered(now)
@@ -367,6 +367,8 @@ class RemoteLane:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `collect(0)` may return results."""
+        if self._is_closing:
+            raise self._closed_error()
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
@@ -501,6 +503,9 @@ class RemoteLane:
             _LOGGER.warning("%s; retrying for up to %g s", reason, seconds)
         attachment.connect_error = error
 
+    def _closed_error(self) -> LocalProtocolError:
+        return LocalProtocolError(f"{self!r} can no longer be used")
+
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name
         count = self._session.num_in_flight
@@ -543,13 +548,18 @@ def _release(
 ) -> None:
     """Close the connection of a lane; release the lease if it still has one.
 
-    The keep-alive thread may still be running, because a lane that was not closed is
-    released when the interpreter exits.
+    A lane that was not closed is released when the interpreter exits. Then, other
+    threads may still be running: the keep-alive thread and, for longer, a daemon thread
+    that waits for a step. The lane is not released if such a thread keeps the lock.
     """
     if os.getpid() != owner_pid:
         return
     has_closed.set()
-    with lock:
+    if not lock.acquire(timeout=_LINGER_SECONDS):
+        return
+    try:
         driver.session.begin_close(time.monotonic())
         driver.connection.flush(driver.session.outbox)
         driver.connection.close(linger_seconds=_LINGER_SECONDS)
+    finally:
+        lock.release()
