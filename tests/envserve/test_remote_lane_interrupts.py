@@ -26,7 +26,7 @@ from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Waker
-from envserve.errors import LocalProtocolError
+from envserve.errors import LocalProtocolError, ServerLost
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
@@ -140,6 +140,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     MemoryConnection.made = []
     monkeypatch.setattr(remote_lane, "Connection", MemoryConnection)
     monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
+
+
+def two_lanes() -> list[RemoteLane]:
+    addresses = ["tcp://memory:1", "tcp://memory:2"]
+    lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
+    for lane in lanes:
+        lane.finish_start(time.monotonic() + 20)
+    return lanes
 
 
 class Run:
@@ -368,10 +376,7 @@ def test_a_signal_handler_can_close_a_batch_that_is_being_closed(
 def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    addresses = ["tcp://memory:1", "tcp://memory:2"]
-    lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
-    for lane in lanes:
-        lane.finish_start(time.monotonic() + 20)
+    lanes = two_lanes()
     with BatchEnv(lanes) as batch:
         batch.reset()
         for connection in MemoryConnection.made:
@@ -469,6 +474,25 @@ def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
         assert run.step().valid.all()
 
 
+def test_an_interrupt_is_raised_even_if_another_lane_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def fail(_: object) -> None:
+        raise ServerLost("no reply")
+
+    lanes = two_lanes()
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryConnection.made[0], "send", interrupt)
+            patch.setattr(lanes[1], "submit_step", fail)
+            with pytest.raises(KeyboardInterrupt):
+                batch.step(np.zeros(batch.num_envs))
+
+
 def test_rows_can_be_received_after_an_interrupt_while_descriptors_are_updated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -492,10 +516,7 @@ def test_rows_can_be_received_after_an_interrupt_while_descriptors_are_updated(
     while not is_complete:
         line += 1
         MemoryConnection.made.clear()
-        addresses = ["tcp://memory:1", "tcp://memory:2"]
-        lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
-        for lane in lanes:
-            lane.finish_start(time.monotonic() + 20)
+        lanes = two_lanes()
         with BatchEnv(lanes, padding_after=math.inf) as batch:
             batch.reset()
             for connection in MemoryConnection.made:
