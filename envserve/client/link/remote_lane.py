@@ -151,7 +151,7 @@ class RemoteLane:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
         self._finalizer = weakref.finalize(
-            self, _release, self._driver, self._lock, self._has_closed, os.getpid()
+            self, _release, self._driver, self._lock, os.getpid()
         )
         self._keepalive_thread = threading.Thread(
             target=_run_keepalive,
@@ -446,7 +446,7 @@ class RemoteLane:
         if self._lock.acquire(blocking=False):
             try:
                 # Do nothing after an interrupted update, or once the lane is released.
-                if not (self._is_updating or self._has_closed.is_set()):
+                if self._finalizer.alive and not self._is_updating:
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
@@ -540,22 +540,14 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
     lane._has_started.set()
 
 
-def _release(
-    driver: SessionDriver,
-    lock: threading.RLock,
-    has_closed: threading.Event,
-    owner_pid: int,
-) -> None:
+def _release(driver: SessionDriver, lock: threading.RLock, owner_pid: int) -> None:
     """Close the connection of a lane; release the lease if it still has one.
 
     A lane that was not closed is released when the interpreter exits. Then, other
     threads may still be running: the keep-alive thread and, for longer, a daemon thread
     that waits for a step. The lane is not released if such a thread keeps the lock.
     """
-    if os.getpid() != owner_pid:
-        return
-    has_closed.set()
-    if not lock.acquire(timeout=_LINGER_SECONDS):
+    if os.getpid() != owner_pid or not lock.acquire(timeout=_LINGER_SECONDS):
         return
     try:
         driver.session.begin_close(time.monotonic())
