@@ -161,6 +161,7 @@ class BatchEnv:
         #: Held while a method runs. The thread that holds it may acquire it again, as a
         #: signal handler that uses the batch does.
         self._lock = threading.RLock()
+        self._is_closing = False
         self._has_reset = False
         #: Rows and block positions of the reset in flight, and whether every row of the
         #: batch has been reset at least once when this reset has finished.
@@ -893,11 +894,15 @@ class BatchEnv:
     @_exclusive
     def close(self) -> None:
         """Close all envs, within 2 seconds even if an env hangs; idempotent."""
-        if self._unusable:
+        if self._unusable or self._is_closing:  # or a signal handler closes it again
             return
-        self._group.queue.close()
-        factory.close_lanes(self.lanes)
-        self._unusable = "the batch is already closed"
+        try:
+            self._is_closing = True
+            self._group.queue.close()
+            factory.close_lanes(self.lanes)
+            self._unusable = "the batch is already closed"
+        finally:
+            self._is_closing = False
 
     def __enter__(self) -> Self:
         return self

@@ -104,6 +104,8 @@ class LaneGroup:
                         lane.submit_step(blocks)
                     except BaseException as error:
                         if not pop_harmless_mark(error):
+                            if interrupt is not None:
+                                raise interrupt from error
                             raise
                         interrupt = error  # raised once all blocks are submitted
         started = self._cancelled if is_cancelled else self.in_flight

@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 from typing import Final
 
 from envserve.client.row_set import BatchBlock
-from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.errors import EnvserveError, LocalProtocolError, raise_if_from_handler
 from envserve.lane import Lane, Outcome, pop_harmless_mark
 from envserve.slab import copy_final_to_observation
 
@@ -114,7 +114,14 @@ class OutcomeQueue:
         self.is_updating = True
         selector = self._armed_selector()  # may receive messages
         self.is_updating = False
-        selector.select(min(timeout_seconds, self._poll_at - time.monotonic()))
+        try:
+            selector.select(min(timeout_seconds, self._poll_at - time.monotonic()))
+        except OSError as error:
+            raise_if_from_handler(error)
+            if self._selector is selector:
+                raise
+            # A signal handler has closed the batch.
+            raise LocalProtocolError("the batch is already closed") from None
 
     def _armed_selector(self) -> selectors.BaseSelector:
         """Return a selector of all lanes, after updating their descriptors."""

@@ -24,7 +24,7 @@ from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
 from tests.oracle.probe_envs import MODULE
 
-from .conftest import WaitUntil, servers_in
+from .conftest import StartServer, WaitUntil, servers_in
 from .server_process import make_config
 from .stalls import fastest
 
@@ -182,6 +182,32 @@ def test_a_script_that_does_not_close_its_batch_exits_without_errors(
     addresses: list[str],
 ) -> None:
     command = [sys.executable, "-c", NOT_CLOSED.format(addresses)]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert ended.stderr == b""
+
+
+#: The env hangs for longer than the test waits for the script, which ends once its
+#: thread waits for a message.
+USED_BY_A_THREAD = """
+import sys, threading, traceback
+from envserve.client import BatchEnv
+failures = {{"hang": {{"actions": [1], "seconds": 1000}}}}
+kwargs = {{"failures": failures}}
+batch = BatchEnv.connect("envserve/Ledger-v0", [{!r}], 1, env_kwargs=kwargs)
+batch.reset()
+thread = threading.Thread(target=batch.step, args=([1],), daemon=True)
+thread.start()
+names = []
+while "collect" not in names or "receive" not in names:
+    stack = traceback.extract_stack(sys._current_frames()[thread.ident])
+    names = [frame.name for frame in stack]
+"""
+
+
+def test_a_script_exits_while_a_daemon_thread_waits_for_a_step(
+    start_server: StartServer,
+) -> None:
+    command = [sys.executable, "-c", USED_BY_A_THREAD.format(start_server())]
     ended = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert ended.stderr == b""
 

@@ -129,6 +129,36 @@ def test_connections_share_threads_until_the_last_is_closed() -> None:
     assert num_threads() == before
 
 
+def test_a_signal_handler_can_close_a_connection_that_opens_another_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = num_threads()
+    connection = Connection("tcp://127.0.0.1:1", insecure=True)
+    monkeypatch.setattr(connection, "_connect", lambda _: connection.close())
+    with pytest.raises(zmq.ZMQError, match="non-socket"):
+        connection.renew()
+    assert num_threads() == before
+
+
+def test_a_signal_handler_can_close_a_connection_while_a_socket_is_created(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = num_threads()
+    connection = Connection("tcp://127.0.0.1:1", insecure=True)
+
+    def create(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
+        socket: zmq.Socket[Any] = zmq.Socket(context, kind)
+        context._rm_socket(socket)  # the context does not know it yet
+        connection.close()
+        return socket
+
+    monkeypatch.setattr(zmq.Context, "socket", create)
+    with suppress(zmq.ZMQError, TypeError):  # the waker is closed
+        connection.renew()
+    connection.close()
+    assert num_threads() == before
+
+
 def test_one_thread_attaches_all_lanes(wait_until: WaitUntil) -> None:
     def names() -> list[str]:
         return [thread.name for thread in threading.enumerate()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -18,6 +19,7 @@ from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.server.access import Access
+from tests.envserve.conftest import WaitUntil
 
 NOW = 1_800_000_000.0
 #: Seconds after which a test fails, even on a busy machine.
@@ -134,21 +136,28 @@ def test_only_changed_lines_are_parsed_again(
     assert len(parsed) == 2  # the invitation, and the line that has replaced it
 
 
-@pytest.mark.parametrize("slow", ["stat", "open"])
+@pytest.mark.parametrize(
+    ("owner", "slow"), [(ClientsFile, "_stat"), (private_files, "read_private")]
+)
 def test_lookups_use_the_old_clients_while_a_thread_waits_for_the_file_system(
-    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, wait_until: Any, slow: str
+    folder: KeyFolder,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
+    owner: Any,
+    slow: str,
 ) -> None:
     access, may_continue = Access(folder), threading.Event()
     access.read_in_threads()
+    access.clients.check_seconds = math.inf  # no other check, even on a slow machine
     (folder.path / "clients").write_text("# nobody\n")
-    function = getattr(os, slow)
+    function = getattr(owner, slow)
 
-    def wait(*arguments: Any, **options: Any) -> Any:
+    def wait(*arguments: Any) -> Any:
         assert threading.current_thread() is not threading.main_thread()
         assert may_continue.wait(PATIENCE)
-        return function(*arguments, **options)
+        return function(*arguments)
 
-    monkeypatch.setattr(os, slow, wait)
+    monkeypatch.setattr(owner, slow, wait)
     assert access.find_grant(KEY)
     assert access.grant_of("ci")
     now = time.monotonic()

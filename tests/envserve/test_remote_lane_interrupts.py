@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import errno
 import functools
 import math
 import select
@@ -25,7 +26,7 @@ from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.wakeup import Waker
-from envserve.errors import LocalProtocolError
+from envserve.errors import LocalProtocolError, ServerLost
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
@@ -139,6 +140,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
     MemoryConnection.made = []
     monkeypatch.setattr(remote_lane, "Connection", MemoryConnection)
     monkeypatch.setattr(remote_lane, "_KEEPALIVE_SECONDS", 1000.0)
+
+
+def two_lanes() -> list[RemoteLane]:
+    addresses = ["tcp://memory:1", "tcp://memory:2"]
+    lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
+    for lane in lanes:
+        lane.finish_start(time.monotonic() + 20)
+    return lanes
 
 
 class Run:
@@ -344,6 +353,48 @@ def test_a_signal_handler_can_close_a_batch_that_waits(
         assert not run.connection.server.pools
 
 
+def test_a_signal_handler_can_close_a_batch_that_is_being_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Locks and sockets that the interrupted call uses are left to this call."""
+    with Run() as run:
+        close, num_calls = run.lane.close, 0
+
+        def close_again() -> None:
+            nonlocal num_calls
+            num_calls += 1
+            run.batch.close()
+            close()
+
+        monkeypatch.setattr(run.lane, "close", close_again)
+        run.batch.close()
+        assert num_calls == 1
+        assert run.batch.is_closed
+        assert not run.connection.server.pools
+
+
+def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = two_lanes()
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        for connection in MemoryConnection.made:
+            connection.slow = {block.index for block in lanes[0].blocks}
+
+        def close(timeout: float) -> list[Any]:
+            if not timeout:
+                return []
+            batch.close()
+            raise OSError(errno.EBADF, "Bad file descriptor")
+
+        selector = batch._group.queue._armed_selector()
+        monkeypatch.setattr(selector, "select", close)
+        batch.send(np.zeros(batch.num_envs))
+        with pytest.raises(LocalProtocolError, match="already closed"):
+            batch.recv(1)
+
+
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:
     """Interrupt the next `send`, either before or after it sends the message."""
     send = run.connection.send
@@ -423,6 +474,25 @@ def test_an_interrupt_before_the_last_block_is_sent_loses_all_episodes(
         assert run.step().valid.all()
 
 
+def test_an_interrupt_is_raised_even_if_another_lane_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    def fail(_: object) -> None:
+        raise ServerLost("no reply")
+
+    lanes = two_lanes()
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryConnection.made[0], "send", interrupt)
+            patch.setattr(lanes[1], "submit_step", fail)
+            with pytest.raises(KeyboardInterrupt):
+                batch.step(np.zeros(batch.num_envs))
+
+
 def test_rows_can_be_received_after_an_interrupt_while_descriptors_are_updated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -446,10 +516,7 @@ def test_rows_can_be_received_after_an_interrupt_while_descriptors_are_updated(
     while not is_complete:
         line += 1
         MemoryConnection.made.clear()
-        addresses = ["tcp://memory:1", "tcp://memory:2"]
-        lanes = [RemoteLane(at, make_config("Fake-v0")) for at in addresses]
-        for lane in lanes:
-            lane.finish_start(time.monotonic() + 20)
+        lanes = two_lanes()
         with BatchEnv(lanes, padding_after=math.inf) as batch:
             batch.reset()
             for connection in MemoryConnection.made:

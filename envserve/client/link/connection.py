@@ -84,6 +84,9 @@ class SharedContext:
         self._num_connections = num_connections
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._connections: set[Connection] = set()
+        #: Whether a socket is being opened. A signal handler that then closes all
+        #: connections must not terminate the context, which would wait for the socket.
+        self._is_opening = False
         # The lock is reentrant, because a thread that holds it may run the garbage
         # collector, which calls `release` for an unused lane.
         self._lock = threading.RLock()
@@ -93,7 +96,11 @@ class SharedContext:
         with self._lock:
             if self._context is None:
                 self._context = self._open()
-            socket = self._context.socket(zmq.DEALER)
+            self._is_opening = True
+            try:
+                socket = self._context.socket(zmq.DEALER)
+            finally:
+                self._is_opening = False
             self._connections.add(connection)
         return socket
 
@@ -114,8 +121,12 @@ class SharedContext:
         """Release the context after a connection has closed its sockets; idempotent."""
         with self._lock:
             self._connections.discard(connection)
-            if self._context is not None and not self._connections:
-                self._context.term()  # blocks until lingering messages are sent
+            if self._connections or self._is_opening:
+                return
+            if self._context is not None:
+                # Close sockets that interrupted calls have opened but not stored; then
+                # block until lingering messages are sent.
+                self._context.destroy()
                 self._context = None
 
 
@@ -358,7 +369,7 @@ class Connection:
         """
         has_sent = False
         while outbox and self.send(outbox[key := next(iter(outbox))]):
-            del outbox[key]
+            outbox.pop(key, None)  # a signal handler may have closed the lane
             has_sent = True
         return has_sent
 

@@ -151,7 +151,7 @@ class RemoteLane:
             self._session.attachment.start_vacant(like, time.monotonic())
             self._has_started.set()
         self._finalizer = weakref.finalize(
-            self, _release, self._driver, self._lock, self._has_closed, os.getpid()
+            self, _release, self._driver, self._lock, os.getpid()
         )
         self._keepalive_thread = threading.Thread(
             target=_run_keepalive,
@@ -285,7 +285,7 @@ class RemoteLane:
             self._is_watched &= timeout_seconds < SLICE_SECONDS
             while True:
                 if self._is_closing:
-                    raise LocalProtocolError(f"{self!r} can no longer be used")
+                    raise self._closed_error()
                 may_block = deadline - now >= SLICE_SECONDS
                 if not may_block:
                     self._run_unless_answered(now)
@@ -367,6 +367,8 @@ class RemoteLane:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `collect(0)` may return results."""
+        if self._is_closing:
+            raise self._closed_error()
         if not self._is_watched:
             with self._lock:
                 self._is_watched = True
@@ -444,7 +446,7 @@ class RemoteLane:
         if self._lock.acquire(blocking=False):
             try:
                 # Do nothing after an interrupted update, or once the lane is released.
-                if not (self._is_updating or self._has_closed.is_set()):
+                if self._finalizer.alive and not self._is_updating:
                     self._run(time.monotonic())
             finally:
                 self._lock.release()
@@ -501,6 +503,9 @@ class RemoteLane:
             _LOGGER.warning("%s; retrying for up to %g s", reason, seconds)
         attachment.connect_error = error
 
+    def _closed_error(self) -> LocalProtocolError:
+        return LocalProtocolError(f"{self!r} can no longer be used")
+
     def __repr__(self) -> str:
         state = "CLOSED" if self._is_closing else self._session.state.name
         count = self._session.num_in_flight
@@ -535,21 +540,18 @@ def _fail(lane: RemoteLane, error: Exception) -> None:
     lane._has_started.set()
 
 
-def _release(
-    driver: SessionDriver,
-    lock: threading.RLock,
-    has_closed: threading.Event,
-    owner_pid: int,
-) -> None:
+def _release(driver: SessionDriver, lock: threading.RLock, owner_pid: int) -> None:
     """Close the connection of a lane; release the lease if it still has one.
 
-    The keep-alive thread may still be running, because a lane that was not closed is
-    released when the interpreter exits.
+    A lane that was not closed is released when the interpreter exits. Then, other
+    threads may still be running: the keep-alive thread and, for longer, a daemon thread
+    that waits for a step. The lane is not released if such a thread keeps the lock.
     """
-    if os.getpid() != owner_pid:
+    if os.getpid() != owner_pid or not lock.acquire(timeout=_LINGER_SECONDS):
         return
-    has_closed.set()
-    with lock:
+    try:
         driver.session.begin_close(time.monotonic())
         driver.connection.flush(driver.session.outbox)
         driver.connection.close(linger_seconds=_LINGER_SECONDS)
+    finally:
+        lock.release()
