@@ -179,7 +179,9 @@ def test_metrics_are_open_to_prometheus_only() -> None:
     monitor, policy = resources("monitoring/metrics.yaml")
     selected = {"matchLabels": labels_of("Deployment", "envs")}
     assert monitor["spec"]["selector"] == selected
-    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "metrics"}]
+    job = {"targetLabel": "job", "replacement": "envserve"}  # see the alerts
+    endpoint = {"port": "metrics", "relabelings": [job]}
+    assert monitor["spec"]["podMetricsEndpoints"] == [endpoint]
     assert policy["spec"]["podSelector"] == selected
     (rule,) = policy["spec"]["ingress"]
     assert rule["ports"] == [{"port": options_of(SERVER)["metrics_port"]}]

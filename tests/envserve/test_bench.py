@@ -109,12 +109,12 @@ def test_the_path_of_a_socket_may_contain_spaces() -> None:
 
 
 def test_a_missing_temporary_folder_is_an_error_of_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", "/missing")
     before = signal.getsignal(signal.SIGTERM)
     try:
-        result = invoke(PROGRAM, ["demo"])
+        result = invoke(PROGRAM, ["demo", "--seconds", "1"])
     finally:
         signal.signal(signal.SIGTERM, before)  # `demo` has replaced the handler
     assert result.exit_code == 1

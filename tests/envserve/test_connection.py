@@ -19,8 +19,7 @@ from envserve.client import BatchEnv
 from envserve.client.link.connection import Connection, SharedContext
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
-from envserve.client.link.zmq_guards import byte_counter
-from envserve.client.link.zmq_guards.byte_counter import ByteCounter
+from envserve.client.link.zmq_guards.byte_counter import ByteCounter, FewestBytes
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.host_resources import num_cores
 from envserve.monitoring.observer import Observer
@@ -134,7 +133,7 @@ def test_a_signal_handler_can_close_a_connection_that_opens_another_socket(
 ) -> None:
     before = num_threads()
     connection = Connection("tcp://127.0.0.1:1", insecure=True)
-    monkeypatch.setattr(connection, "_connect", lambda _: connection.close())
+    monkeypatch.setattr(zmq.Socket, "connect", lambda *_: connection.close())
     with pytest.raises(zmq.ZMQError, match="non-socket"):
         connection.renew()
     assert num_threads() == before
@@ -274,7 +273,4 @@ def test_bytes_are_not_counted_without_proc(monkeypatch: pytest.MonkeyPatch) -> 
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(os, "listdir", fails)
-    monkeypatch.setattr(byte_counter, "_FEWEST", byte_counter._FewestBytes())
-    receiver: Any = SimpleNamespace(num_messages=0)
-    counter = ByteCounter(receiver, "tcp://127.0.0.1:1")
-    assert [counter.count(is_connected=True) for _ in range(2)] == [0, 0]
+    assert FewestBytes().to_port(1, since=0.0) == 0

@@ -182,6 +182,6 @@ def test_a_client_does_not_send_a_too_large_attach() -> None:
 )
 def test_a_client_does_not_send_a_too_large_call(argument: Any, text: str) -> None:
     _, client = make_pair()
-    with pytest.raises(CallError, match=f"tcp://fake:1: Env 0: x: .*{text}"):
+    with pytest.raises(CallError, match=f"tcp://fake:1: x: .*{text}"):
         client.submit_call([make_call([0], "call", "x", argument)], 0.0)
     assert not client.outbox

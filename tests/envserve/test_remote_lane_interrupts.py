@@ -12,6 +12,7 @@ import errno
 import functools
 import math
 import select
+import selectors
 import socket
 import sys
 import time
@@ -382,14 +383,13 @@ def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
         for connection in MemoryConnection.made:
             connection.slow = {block.index for block in lanes[0].blocks}
 
-        def close(timeout: float) -> list[Any]:
+        def close(_: object, timeout: float) -> list[Any]:
             if not timeout:
                 return []
             batch.close()
             raise OSError(errno.EBADF, "Bad file descriptor")
 
-        selector = batch._group.queue._armed_selector()
-        monkeypatch.setattr(selector, "select", close)
+        monkeypatch.setattr(selectors.DefaultSelector, "select", close)
         batch.send(np.zeros(batch.num_envs))
         with pytest.raises(LocalProtocolError, match="already closed"):
             batch.recv(1)

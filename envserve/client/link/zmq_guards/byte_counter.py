@@ -69,7 +69,7 @@ class ByteCounter:
         return _FEWEST.to_port(self._port, self._since)
 
 
-class _FewestBytes:
+class FewestBytes:
     """The smallest number of bytes received over any connection, for each port.
 
     One scan of the process's descriptors serves all ports, and scans take at most a
@@ -102,7 +102,7 @@ class _FewestBytes:
         return self._found.get(port, 0) if self._found_at >= since else 0
 
 
-_FEWEST: Final = _FewestBytes()
+_FEWEST: Final = FewestBytes()
 
 
 def _bytes_received(fd: int, port: int) -> int:
