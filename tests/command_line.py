@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from unittest import mock
@@ -34,8 +35,12 @@ def invoke(
     input: str = "",
     env: Mapping[str, str] | None = None,
 ) -> Result:
-    """Run a command line with stdin, stdout and stderr that are not terminals."""
+    """Run a command line with stdin, stdout and stderr that are not terminals.
+
+    Restore the handler of SIGTERM, which some commands replace.
+    """
     out, err = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
     with (
         mock.patch("sys.stdin", io.StringIO(input)),
         mock.patch.dict(os.environ, env or {}),
@@ -44,4 +49,5 @@ def invoke(
         pytest.raises(SystemExit) as ending,
     ):
         program.main(words)
+    signal.signal(signal.SIGTERM, handler)
     return Result(int(ending.value.code or 0), out.getvalue(), err.getvalue())

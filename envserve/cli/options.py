@@ -133,8 +133,7 @@ def add_working_directory(references: Iterable[str], *, always: bool = False) ->
     """
     modules = [split_reference(reference)[0] for reference in references]
     missing = [m for m in modules if not m.endswith(".py") and not _is_found(m)]
-    working_dir = working_directory()
-    if not (working_dir and (missing or always)):
+    if not (missing or always) or not (working_dir := working_directory()):
         return
     if not (folder := writable_by_others(working_dir)):
         sys.path.append(working_dir)  # last, so that its files shadow no other module
