@@ -43,10 +43,9 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: Calls its argument, a function that reads the file if it has changed;
-        by default, immediately. A server calls it in a thread, because a network file
-        system may hang, and uses the old contents until the thread has finished.
-      check_seconds: Minimum seconds between two checks whether the file has changed.
+      run_refresh: When the file has changed, this function is called with a function
+        that reads the file. By default, the file is read immediately. A server reads it
+        in a thread, and uses the old contents until the thread has finished.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -65,11 +64,8 @@ class ClientsFile:
         self._retry_at = math.inf  # infinite unless the last read failed
         self._last_error = ""
         self._is_refreshing = False
-        # Times at which the last check began, and at which the next one is due.
-        self._checked_at = self._check_at = -math.inf
         self._lock = threading.Lock()  # held while the file is read
         self.run_refresh: Callable[[Callable[[], None]], object] = lambda read: read()
-        self.check_seconds = 0.0
 
     @property
     def is_current(self) -> bool:
@@ -110,20 +106,17 @@ class ClientsFile:
         grants = self._contents.by_key.values()
         return [grant for grant in grants if grant.is_valid(now)]
 
-    def refresh(self, since: float = -math.inf) -> bool:
+    def refresh(self) -> bool:
         """Read the file if it has changed; return whether the contents are up to date.
 
-        The contents are not up to date while `run_refresh` checks the file in a thread.
-
-        Args:
-          since: Time since which the file must have been checked, as a value of
-            `time.monotonic()`.
+        The contents are not up to date while `run_refresh` reads the file in a thread.
         """
-        is_due = time.monotonic() >= self._check_at or since > self._checked_at
-        if is_due and not self._is_refreshing:
+        if not self._is_refreshing and (
+            self._stat() != self._file_state or time.monotonic() >= self._retry_at
+        ):
             self._is_refreshing = True
             self.run_refresh(self._refresh)
-        return not self._is_refreshing and since <= self._checked_at
+        return not self._is_refreshing
 
     def read(self) -> None:
         """Read the file.
@@ -248,10 +241,8 @@ class ClientsFile:
         return file.st_ino, file.st_size, *times, folder.st_mode, folder.st_uid
 
     def _refresh(self) -> None:
-        began_at = time.monotonic()
         try:
-            if self._stat() != self._file_state or began_at >= self._retry_at:
-                self.read()
+            self.read()
         except KeyFileError as error:
             if str(error) != self._last_error:
                 _LOGGER.error(
@@ -260,8 +251,6 @@ class ClientsFile:
                 )
             self._last_error = str(error)
         finally:
-            self._checked_at = began_at
-            self._check_at = time.monotonic() + self.check_seconds
             self._is_refreshing = False
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,9 +30,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Time limit for the rejection of the self-test's connection, which uses an unknown
 #: key.
 _SELF_TEST_SECONDS: Final = 5.0
-#: Minimum seconds between two checks whether the clients file has changed, except for
-#: the checks before handshakes.
-_CHECK_SECONDS: Final = 0.05
 
 
 class Access:
@@ -59,17 +55,16 @@ class Access:
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
 
-    def read_in_threads(self) -> None:
-        """From now on, access files in threads, because that may take long."""
+    def read_in_threads(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on, read changed files in threads, because parsing is slow."""
 
         def run(refresh: Callable[[], None]) -> None:
             try:
-                # The process does not wait for a daemon thread before it exits.
-                threading.Thread(target=refresh, daemon=True).start()
+                loop.run_in_executor(None, refresh)
             except RuntimeError:  # no thread can be started
                 refresh()
 
-        self.clients.run_refresh, self.clients.check_seconds = run, _CHECK_SECONDS
+        self.clients.run_refresh = run
 
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raise KeyFileError if an address is not local and no client has a key."""

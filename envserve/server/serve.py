@@ -235,7 +235,7 @@ async def _open_sockets(
     ):
         access = Access(KeyFolder())
         access.check_binds(settings.binds)
-        access.read_in_threads()
+        access.read_in_threads(loop)
 
     def describe(user: str) -> tuple[str, str]:
         grant = None if access is None else access.grant_of(user)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
 import os
 import sys
 import threading
@@ -19,7 +19,6 @@ from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.server.access import Access
-from tests.envserve.conftest import WaitUntil
 
 NOW = 1_800_000_000.0
 #: Seconds after which a test fails, even on a busy machine.
@@ -136,52 +135,43 @@ def test_only_changed_lines_are_parsed_again(
     assert len(parsed) == 2  # the invitation, and the line that has replaced it
 
 
-@pytest.mark.parametrize(
-    ("owner", "slow"), [(ClientsFile, "_stat"), (private_files, "read_private")]
-)
-def test_lookups_use_the_old_clients_while_a_thread_waits_for_the_file_system(
-    folder: KeyFolder,
-    monkeypatch: pytest.MonkeyPatch,
-    wait_until: WaitUntil,
-    owner: Any,
-    slow: str,
+async def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access, may_continue = Access(folder), threading.Event()
-    access.read_in_threads()
-    access.clients.check_seconds = math.inf  # no other check, even on a slow machine
+    access, may_read = Access(folder), threading.Event()
+    access.read_in_threads(asyncio.get_running_loop())
+    read_private = private_files.read_private
+
+    def read_late(*arguments: Any) -> str | None:
+        assert may_read.wait(PATIENCE)
+        return read_private(*arguments)
+
+    monkeypatch.setattr(private_files, "read_private", read_late)
     (folder.path / "clients").write_text("# nobody\n")
-    function = getattr(owner, slow)
-
-    def wait(*arguments: Any) -> Any:
-        assert threading.current_thread() is not threading.main_thread()
-        assert may_continue.wait(PATIENCE)
-        return function(*arguments)
-
-    monkeypatch.setattr(owner, slow, wait)
     assert access.find_grant(KEY)
     assert access.grant_of("ci")
-    now = time.monotonic()
-    assert not access.clients.refresh(now)
+    assert not access.clients.refresh()
     # The changed file may contain a key that is not known yet.
     with pytest.raises(KeyFileError, match="the clients file cannot be read now"):
         access.find_grant(b"?" * 32)
-    may_continue.set()
-    wait_until(lambda: access.clients.refresh(now))
+    may_read.set()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    assert access.clients.refresh()
     assert access.find_grant(KEY) is None
     assert access.grant_of("ci") is None
     assert access.find_revoked() == {"ci"}
 
 
-def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
+async def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access = Access(folder)
-    access.read_in_threads()
+    access, loop = Access(folder), asyncio.get_running_loop()
+    access.read_in_threads(loop)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(loop, "run_in_executor", refuse)
     (folder.path / "clients").write_text("# nobody\n")
     assert access.find_grant(KEY) is None
 
@@ -203,24 +193,20 @@ def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
 def test_a_broken_file_is_not_read_at_each_lookup(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: list[Path] = []
-    read_private = private_files.read_private
-
-    def record(path: Path) -> str | None:
-        reads.append(path)
-        return read_private(path)
-
-    monkeypatch.setattr(private_files, "read_private", record)
+    refreshes: list[Callable[[], None]] = []
+    folder.clients.run_refresh = refreshes.append
     (folder.path / "clients").write_text("what is this\n")
     for _ in range(3):
         assert folder.clients.find(KEY, NOW)
-    assert len(reads) == 1
+        for refresh in refreshes[:1]:
+            refresh()
+    assert len(refreshes) == 1
     assert not folder.clients.is_current
     # The cause may be outside the file, so it is tried again after a while.
     later = time.monotonic() + 2.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     folder.clients.find(KEY, NOW)
-    assert len(reads) == 2
+    assert len(refreshes) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -262,7 +262,7 @@ async def test_requests_wait_until_the_grants_are_up_to_date(
     open_router: Callable[..., KeyedRouter], connect: Callable[..., Any]
 ) -> None:
     is_ready = False
-    router = open_router(is_ready=lambda since: is_ready)
+    router = open_router(is_ready=lambda: is_ready)
     connect(router.address, AUTHORISED)
     assert not await router.receives(SHORT)
     assert router.zap is not None

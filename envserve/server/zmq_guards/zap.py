@@ -65,7 +65,7 @@ class Zap:
         loop: asyncio.AbstractEventLoop,
         is_shut_out: Callable[[str], bool] = lambda user: False,
         audit: Callable[[Audit], None] = lambda event: None,
-        is_ready: Callable[[float], bool] = lambda since: True,
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start replying. Sockets of the context must not listen before this.
 
@@ -75,8 +75,8 @@ class Zap:
           loop: Event loop that reads the requests.
           is_shut_out: Returns whether to reject a user temporarily.
           audit: Callback that records an event in the audit log.
-          is_ready: Returns whether the grants of `find` were checked since a time, a
-            value of `time.monotonic()`; until they are, requests wait.
+          is_ready: Returns whether `find` uses the current grants; until it does,
+            requests wait.
         """
         self._audit = audit
         self._is_ready = is_ready
@@ -92,7 +92,6 @@ class Zap:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(_ADDRESS)
         self._scheduled: asyncio.Handle | None = None
-        self._requested_at = 0.0  # time of the first request that waits
         loop.add_reader(event_fd(self._socket), self._on_requests)
 
     def close(self) -> None:
@@ -123,15 +122,12 @@ class Zap:
         The descriptor is edge-triggered: it does not report requests that were left
         unread. Schedule another call for these.
         """
-        now = time.monotonic()
         if self._scheduled is not None:
             self._scheduled.cancel()
-        else:
-            self._requested_at = now
         self._scheduled, delay = None, 0.0
-        turn_ends_at = now + _TURN_SECONDS
+        turn_ends_at = time.monotonic() + _TURN_SECONDS
         try:
-            if not self._is_ready(self._requested_at):
+            if not self._is_ready():
                 delay = _WAIT_SECONDS
                 return
             while time.monotonic() < turn_ends_at:
