@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from ppo.errors import (
     DivergedError,
     EnvDataError,
     EnvsLostError,
+    LearnerLostError,
+    RunLockedError,
     RunWriteError,
     TrainingStopped,
 )
 from ppo.evaluation.evaluate import evaluate_run
+from ppo.learners import Learners
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
@@ -186,6 +190,26 @@ def test_resuming_without_the_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a checkpoint, found none"):
         run(run_folder.path, maker=maker, resume=True)
     assert maker.made == []
+
+
+def test_a_run_is_locked_before_its_counters_are_read(tmp_path: Path) -> None:
+    run_folder, maker = RunFolder.create(tmp_path / "run", SMALL), Maker()
+    with run_folder.locked(), pytest.raises(RunLockedError):
+        run(run_folder.path, maker=maker, resume=True)
+    assert maker.made == []
+
+
+def test_loss_of_a_learner_before_the_first_iteration_is_an_error(
+    tmp_path: Path,
+) -> None:
+    learners = Learners(["a:1", "b:1"], 1)
+    message = "Collective ops is aborted by: /job:worker/replica:0/task:0 has exited"
+    error = tf.errors.UnavailableError(None, None, message)
+    with (
+        mock.patch.object(learners, "gather", side_effect=error),
+        pytest.raises(LearnerLostError, match="Learner 1: learner 0 exited"),
+    ):
+        run(tmp_path / "run", learners=learners)
 
 
 def test_lost_steps_are_not_counted(tmp_path: Path) -> None:
