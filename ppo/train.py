@@ -162,8 +162,8 @@ class _Loop:
 
     The counters determine when evaluations and reports are due, so a resumed run
     continues their schedules. Each iteration updates, evaluates, reports and saves, in
-    this order. Therefore the metrics of a run that was killed are complete up to its
-    newest checkpoint.
+    this order. Therefore a run that was killed has all rows of metrics that were due up
+    to its newest checkpoint.
     """
 
     _run: TrainingRun
@@ -312,7 +312,7 @@ class _Loop:
 
 def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
     steps, lost_steps = run.counters.steps, run.lost_steps.total
-    has_rows = run.learners.is_chief and run.counters.iteration > 0
+    has_rows = run.learners.is_chief and last_iteration(run_folder.metrics_path) > 0
     rows = read_metrics(run_folder.metrics_path) if has_rows else []
     curve = tuple(
         (int(row["steps"]), row["evaluation_return"])

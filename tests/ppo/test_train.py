@@ -282,6 +282,24 @@ def test_a_stopped_rollout_leaves_a_checkpoint_of_the_iteration_before(
         assert counters(tmp_path / "run") == (num_saved, 16 * num_saved)
 
 
+def test_a_run_without_rows_of_metrics_can_be_stopped(tmp_path: Path) -> None:
+    """The run was killed after its first checkpoint, but before its first report."""
+    config, steps = SMALL.replace(report_every=64), itertools.count()
+
+    def interrupt() -> None:
+        if next(steps) == 20:
+            raise KeyboardInterrupt
+
+    def stop() -> None:
+        raise TrainingStopped
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", config, on_step=interrupt)
+    assert rows_of(tmp_path / "run") == []
+    result = run(tmp_path / "run", config, resume=True, on_step=stop)
+    assert (result.steps, result.is_finished, result.curve) == (32, False, ())
+
+
 def test_error_of_the_envs_is_raised_unchanged_after_a_checkpoint(
     tmp_path: Path, straight: np.ndarray
 ) -> None:
