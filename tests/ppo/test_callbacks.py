@@ -100,24 +100,22 @@ def test_callback_changes_rewards_before_the_update(
     assert rows[0]["reward_scale"] < 0.5
 
 
-def test_callback_may_have_nothing_but_before_update() -> None:
-    rollout = rollout_of(1)
+def fake_run(**attributes: Any) -> SimpleNamespace:
     stats = SimpleNamespace(rows=0)
     env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
-    callbacks, a_run = Callbacks([f"{FILE}:OnlyRewards"]), SimpleNamespace()
-    a_run.env, a_run.rollout = env, rollout
-    assert (
-        callbacks.before_update(a_run) == callbacks(a_run, {"mean_return": 1.0}) == {}
-    )
-    assert rollout.reward.tolist() == [[2.0]]
+    return SimpleNamespace(env=env, rollout=rollout_of(1), **attributes)
+
+
+def test_callback_may_have_nothing_but_before_update() -> None:
+    callbacks, a_run = Callbacks([f"{FILE}:OnlyRewards"]), fake_run()
+    assert callbacks.before_update(a_run) == {}
+    assert callbacks(a_run, {"mean_return": 1.0}) == {}
+    assert a_run.rollout.reward.tolist() == [[2.0]]
 
 
 def test_metrics_of_callbacks_are_in_the_order_in_which_they_are_returned() -> None:
-    stats = SimpleNamespace(rows=0)
-    env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
-    a_run = SimpleNamespace(env=env, rollout=rollout_of(1))
     callbacks = Callbacks([f"{FILE}:returns_letters"])
-    assert "".join(callbacks(a_run, {"b": 0.0})) == "zyxwvuac"
+    assert "".join(callbacks(fake_run(), {"b": 0.0})) == "zyxwvuac"
 
 
 def test_example_of_the_docs_does_not_end_a_resumed_run_at_once(tmp_path: Path) -> None:
@@ -187,12 +185,10 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
 )
 def test_error_of_a_callback_is_one_line(name: str, message: str) -> None:
     called = Callbacks([f"{FILE}:{name}"])
-    state = {"config": SMALL, "counters": Counters(2, 32), "rollout": rollout_of(1)}
-    stats = SimpleNamespace(rows=0)
-    env = SimpleNamespace(stats=lambda: stats, reset_infos={}, is_closed=False)
+    a_run = fake_run(config=SMALL, counters=Counters(2, 32))
     line = f"^callbacks {FILE}:{name}: {FILE}:{message}"
     with pytest.raises(CallbackError, match=line) as caught:
-        called(SimpleNamespace(**state, env=env), {"iteration": 2.0})
+        called(a_run, {"iteration": 2.0})
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -38,6 +38,7 @@ from tests.ppo.runs import (
     Maker,
     counters,
     eagerly,
+    eights,
     parameters,
     rows_of,
     run,
@@ -47,11 +48,6 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
 
 #: With several minibatches, the order of the rows affects the parameters.
 SHUFFLED = SMALL.replace(minibatch_size=8)
-
-
-def eights(num_envs: int) -> CountingBatchEnv:
-    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
-    return CountingBatchEnv([8] * num_envs)
 
 
 @pytest.fixture(scope="module")
