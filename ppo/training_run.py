@@ -29,6 +29,7 @@ from ppo.rollout import (
     Rollout,
     info_means,
     num_non_finite,
+    step_arrays,
 )
 from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
@@ -218,7 +219,7 @@ class TrainingRun:
         infos = self.simulation.infos
         episodes = self.tracker.add(rollout, infos)
         newest = episodes[-_RECENT_EPISODES // learners.num :]
-        lost = rollout.done & ~rollout.valid
+        lost = step_arrays(rollout).lost
         is_masking = config.nonfinite == "mask"
         num_masked = num_non_finite(rollout, infos) if is_masking else 0
         counts = int(rollout.valid.sum()), int(lost.sum()), num_masked

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing import plugin_event_accumulator
 
+from envserve.client import Status
 from envserve.errors import EnvError
 from ppo.agent.agent import Agent
 from ppo.environments import env_maker
@@ -214,6 +215,20 @@ def test_lost_steps_are_not_counted(tmp_path: Path) -> None:
     assert result.steps == 64 - 9
     assert result.lost_steps == 9
     assert rows_of(tmp_path / "run")[0]["invalid_steps"] == 9
+
+
+def test_an_episode_whose_end_arrives_late_is_not_lost(tmp_path: Path) -> None:
+    class Late(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: Any = None) -> Any:
+            result = super().step(actions, out)
+            if len(self.actions) == 3:  # the end of the first episodes
+                out.valid[0], out.status[0] = False, Status.LATE
+            return result
+
+    config = SMALL.replace(total_steps=16)
+    run(tmp_path / "run", config, Maker(lambda num_envs: Late([3] * num_envs)))
+    row = rows_of(tmp_path / "run")[0]
+    assert (row["invalid_steps"], row["lost_episodes"]) == (1, 0)
 
 
 def test_iteration_without_valid_steps_is_an_error_and_changes_nothing(
