@@ -132,21 +132,22 @@ def train(
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             return on_ray.train_on_ray(given)
-        is_study = seeds is not None or bool(resume and seed_folders(resume))
-        if is_study and (page or film or metrics_port is not None):
-            raise ConfigError(
-                "--page, --film, --metrics-port: cannot be combined with several "
-                "seeds; omit these options or --seeds."
-            )
-        if at_once is not None and not is_study:
-            raise ConfigError(
-                "--at-once requires --seeds; add --seeds, or omit --at-once."
-            )
         addresses, index = (
             read_tf_config(seeds, resume) if distribute else (["here"], 0)
         )
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
+        is_study = seeds is not None or bool(resume and seed_folders(resume))
+        is_monitored = page or film or metrics_port is not None
+        if is_study and (is_monitored or restartable or distribute):
+            raise ConfigError(
+                "--page, --film, --metrics-port, --restartable, --distribute: cannot "
+                "be combined with several seeds; omit these options or --seeds."
+            )
+        if at_once is not None and not is_study:
+            raise ConfigError(
+                "--at-once requires --seeds; add --seeds, or omit --at-once."
+            )
         changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         options = SourceOptions(connect, import_, trust)
@@ -182,7 +183,7 @@ def train(
                     screen, config, changes, run_dir, source, runs, film=film
                 )
             monitors.enter_context(plan.run_folder.locked())
-            if is_study or seed_folders(plan.run_folder.path):
+            if is_study:
                 save_env_source(plan)
                 return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
             # Raise an error if the envs cannot be divided equally among the learners.

@@ -133,9 +133,13 @@ def test_seeds_that_a_callback_ended_are_finished(
         assert code == 0, output
         assert "Mean return 5.0 over 3 of 3 seeds" in output
     assert starts(folder) == [2, 2, 2]
-    code, _, error = ppo("train", "--resume", folder, "--metrics-port", "0")
-    assert code == 2
-    assert "cannot be combined with several seeds" in error
+    for words in (
+        ("--resume", folder, "--metrics-port", "0"),
+        ("CartPole-v1", "--run-dir", folder, "--restartable"),
+    ):
+        code, _, error = ppo("train", *words)
+        assert code == 2
+        assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
     assert error.startswith(f"Error: {folder}: expected the folder of a single run,")
