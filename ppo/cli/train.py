@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _PERMANENT_ERRORS = (BadInputError, SpaceError, WrapperError)
 
+_THREADS: Final = {"intra_op_threads", "inter_op_threads"}
 _RAY: Final = Option(panel="On Ray")
 _WATCHING: Final = Option(panel="Watching")
 
@@ -185,7 +186,10 @@ def train(
             monitors.enter_context(plan.run_folder.locked())
             if is_study:
                 save_env_source(plan)
-                return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
+                threads = given.words(*given.values.keys() - _THREADS)
+                return train_seeds(
+                    screen, plan, seeds or 0, at_once, num_workers, threads
+                )
             # Raise an error if the envs cannot be divided equally among the learners.
             plan.config.per_learner(len(addresses))
             for line in plan.header(num_workers):
