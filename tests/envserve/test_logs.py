@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import pty
@@ -19,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.cli.logs import JsonLines, TextLines
+from envserve.cli.logs import TextLines
 from envserve.client import BatchEnv
 from envserve.monitoring.health_probe import probe
 from tests.envserve.conftest import Serve
@@ -54,13 +53,6 @@ def test_further_lines_of_a_record_are_escaped_and_indented() -> None:
         assert rest
         assert all(line.startswith("  ") for line in rest)
         assert all(line.isprintable() for line in [first, *rest])
-
-
-def test_fields_replace_no_key_of_a_json_record() -> None:
-    record = logging.LogRecord("x", logging.INFO, "", 1, "text", (), None)
-    record.fields = {"message": 1.0, "kl": 0.5}
-    entry = json.loads(JsonLines().format(record))
-    assert (entry["message"], entry["kl"]) == ("text", 0.5)
 
 
 @pytest.mark.parametrize("place", ["client_name", "both"])

@@ -392,12 +392,6 @@ def test_an_interrupt_while_the_program_loads_is_exit_code_130(
         program()
 
 
-def test_an_unknown_option_is_rejected() -> None:
-    code, _, error = ppo("train", "cartpole", "--sed", "1")
-    assert code == 2
-    assert "--seed" in error
-
-
 def test_ppo_configs_lists_all_named_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     code, output, _ = ppo("configs")
