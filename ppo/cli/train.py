@@ -130,6 +130,10 @@ def train(
       on: Train with several learners on a Ray cluster; the first runs on this host.
       learners: Number of learners, including the one on this host.
     """
+    logger = None
+    if log_format == "json":
+        set_up_logs("info", log_format)
+        logger = logging.getLogger("ppo")
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             return on_ray.train_on_ray(given)
@@ -153,14 +157,10 @@ def train(
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         options = SourceOptions(connect, import_, trust)
         check_trust(config, resume, changes, options)
-    logger = None
-    if log_format == "json":
-        set_up_logs("info", log_format)
-        logger = logging.getLogger("ppo")
     with (
         nonblocking_output(),
         report_errors(log_format, restartable),
-        resume_hints(3 if restartable else 130) as runs,
+        resume_hints(3 if restartable else 130, logger) as runs,
         sigterm_raises(),
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
@@ -466,11 +466,14 @@ def _finish(screen: Screen, plan: RunPlan, is_filmed: bool, *, can_film: bool) -
 
 
 @contextlib.contextmanager
-def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
+def resume_hints(
+    terminated_code: int = 130, logger: logging.Logger | None = None
+) -> Iterator[list[RunFolder]]:
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
       terminated_code: Exit code after SIGTERM.
+      logger: Logger to use instead of stderr.
 
     Yields:
       A list to which the caller appends the run folder.
@@ -491,7 +494,10 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
             text += _resume_hint(runs[0])
         elif runs and any(runs[0].path.glob("seed-*")):
             text = f"Stopped immediately. {_resume_hint(runs[0])}"
-        print(text, file=sys.stderr)
+        if logger is None:
+            print(text, file=sys.stderr)
+        else:
+            logger.warning(text)
         is_sigterm = isinstance(interrupt, Terminated)
         raise SystemExit(terminated_code if is_sigterm else 130) from None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from sysconfig import get_path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -353,6 +354,21 @@ def test_resuming_is_not_suggested_after_errors_that_would_recur(
             fail(error, runs)
         notes.append(getattr(error, "__notes__", []))
     assert notes == [[], [f"Resume with: ppo train --resume {tmp_path}"]]
+
+
+def test_json_logs_include_errors_and_hints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    missing = ("--resume", tmp_path / "missing")
+    code, output, error = ppo("train", *missing, "--log-format", "json")
+    assert (code, output) == (2, "")
+    assert "expected a run folder, found none" in json.loads(error)["message"]
+    logger = mock.Mock(spec=logging.Logger)
+    with pytest.raises(SystemExit, match="130"), resume_hints(logger=logger):
+        raise KeyboardInterrupt
+    logger.warning.assert_called_once()
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
