@@ -106,8 +106,8 @@ class ServerUnderTest:
         with contextlib.ExitStack() as stack:
             for client in clients:
                 stack.callback(client.link.close)
-            for client in filter(lambda client: client.epoch, clients):
-                client.detach()
+                if client.epoch:
+                    stack.callback(client.detach)
 
     @cached_property
     def reference(self) -> list[bytes]:
