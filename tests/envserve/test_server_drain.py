@@ -50,14 +50,15 @@ def test_running_episodes_end_and_every_transition_is_correct(
     assert "Traceback" not in check_end(server)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_episode_that_does_not_end_is_cut_off_at_the_end_of_the_grace_period(
-    serve: Serve, join: Join
+    serve: Serve, join: Join, number: int
 ) -> None:
     server = serve("--drain-grace", "0.4", "--allow-kwarg", "length")
     idle = join(server, 3, session=6)
     client = join(server, env_kwargs={"length": 1 << 40})
     client.reset()
-    server.signal(signal.SIGTERM)
+    server.signal(number)
     while not client.is_over and step_and_check(client, 7):
         idle.pump()
     for each in (client, idle):

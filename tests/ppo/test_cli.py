@@ -505,6 +505,26 @@ def test_the_first_signal_is_recorded_and_the_second_interrupts(number: int) -> 
     assert signal.getsignal(number) is before
 
 
+def test_sighup_stops_gracefully_however_often_it_arrives() -> None:
+    with StopSignals() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received == signal.SIGHUP
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sighup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.has_fired()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_listener_thread_receives_signals() -> None:
     announced = threading.Event()
     with StopSignals(announced.set) as stop:
