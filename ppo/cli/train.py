@@ -186,9 +186,9 @@ def train(
             monitors.enter_context(plan.run_folder.locked())
             if is_study:
                 save_env_source(plan)
-                threads = given.words(*given.values.keys() - _THREADS)
+                words = given.words(*given.values.keys() - _THREADS)
                 return train_seeds(
-                    screen, plan, seeds or 0, at_once, num_workers, threads
+                    screen, plan, seeds or 0, at_once, num_workers, words
                 )
             # Raise an error if the envs cannot be divided equally among the learners.
             plan.config.per_learner(len(addresses))
