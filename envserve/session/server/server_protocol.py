@@ -113,12 +113,18 @@ class ServerProtocol:
         self.quotas = Quotas(settings, grant_of)
         self.leases = LeaseTable(settings, env_names, self._reply_builder, self.quotas)
         self._next_frame_due: dict[str, float] = {}
+        self._is_stopping = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is ending, has no leases, and has notified all clients."""
+        """Whether the drain or stop of the server is complete.
+
+        A drain waits until all leases have ended. A stop, which its caller limits to
+        seconds, also waits until their clients have acknowledged the end.
+        """
         leases = self.leases
-        return leases.is_ending and not leases and not leases.unnotified
+        is_waiting = leases or (self._is_stopping and leases.unnotified)
+        return leases.is_ending and not is_waiting
 
     # Messages.
 
@@ -485,7 +491,7 @@ class ServerProtocol:
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
-        leases.is_ending = True
+        leases.is_ending = self._is_stopping = True
         for record in leases.values():
             if record.reason is not None:  # already CLOSING, not after a DETACH
                 leases.unnotified.add(record.session)
