@@ -114,6 +114,16 @@ def test_a_server_that_restarts_again_and_again_during_the_build_is_an_error() -
     assert "was restarted 16 times before it granted the envs" in str(client.error)
 
 
+def test_a_session_that_has_ended_ignores_protocol_violations() -> None:
+    """The driver may find another one in the same run, such as too long a message."""
+    server, client = make_pair()
+    client.begin_close(0.0)
+    exchange(client, server, 0.0)
+    client.abort(RemoteProtocolError("too long"))
+    assert state_of(client) is ClientState.CLOSED
+    assert not client.outbox
+
+
 def test_a_detach_frees_the_envs_and_may_be_repeated() -> None:
     server, client = make_pair()
     client.begin_close(0.0)

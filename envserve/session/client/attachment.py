@@ -549,8 +549,11 @@ class Attachment:
         """Change to LOST, and send a DETACH, because the server may hold a lease.
 
         If the session was moving to this server from another one, the session does not
-        end: the server is only marked as rejected.
+        end: the server is only marked as rejected. If the session has already ended,
+        nothing changes.
         """
+        if self.machine.state.is_over:
+            return
         detach_frames = self._requests.pack(MessageType.DETACH)
         if self.lost_lease is not None and self.address != self.granted_by:
             _LOGGER.warning("%s; waiting for another server", error)
