@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,18 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
+from envserve.session.client.attachment import attach_of
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
-from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.constants import MAX_ATTACH_BYTES, ErrorCode, MessageType
 from envserve.wire.error_body import ErrorBody
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
+    ADDRESS,
     SPEC,
     FakeServer,
     attach,
@@ -132,6 +135,26 @@ def test_a_client_waits_for_envs_that_are_built_slowly() -> None:
     server.build(("", 11), now)
     exchange(client, server, now)
     assert state_of(client) is ClientState.READY
+
+
+def test_a_short_lease_does_not_expire_during_the_build() -> None:
+    server = FakeServer(HostSettings(lease_seconds=1.5), builds_at_once=False)
+    client = try_to_attach(server)
+    for now in np.arange(0.0, 20.0, 0.25):
+        client.advance(now)
+        exchange(client, server, now)
+        server.poll(now)
+        assert client.state is ClientState.ATTACHING, client.error
+
+
+def test_arguments_that_would_be_too_long_after_a_loss_are_rejected_at_once() -> None:
+    """The numbers in a later ATTACH take more bytes than those in the first one."""
+    num_bytes = MAX_ATTACH_BYTES - len(make_attach(env_kwargs={"map": ""}).encode())
+    for length, is_valid in ((num_bytes - 20, True), (num_bytes - 2, False)):
+        request = make_attach(env_kwargs={"map": "x" * length})
+        assert len(request.encode()) <= MAX_ATTACH_BYTES
+        with nullcontext() if is_valid else pytest.raises(EnvStartError, match="4096"):
+            attach_of(request, ADDRESS)
 
 
 def test_a_busy_error_lists_free_and_leased_envs() -> None:

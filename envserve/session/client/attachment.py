@@ -596,8 +596,10 @@ def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
 def attach_of(request: EnvRequest, address: str) -> Attach:
     """Return the ATTACH for a request; raise EnvStartError if it cannot be encoded."""
     attach = copy_as(Attach, request)
+    # The numbers of an ATTACH for a later lease are encoded in more bytes.
+    longest = {"first_incarnation": 0xFFFFFFFF, "blocks_per_split": request.num_envs}
     try:
-        attach.encode()
+        copy_as(Attach, attach, **longest).encode()
     except codec.CodecError as error:
         raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
     return attach
