@@ -11,6 +11,7 @@ methods are called in the thread of the event loop.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -355,10 +356,9 @@ class ServerProtocol:
         return [self._reply_builder.building(message, now - record.attached_at)]
 
     def _granted(self, record: LeaseRecord) -> Reply:
-        notice = record.notice_header(record.request.request)
-        notice.attempt = record.request.attempt
+        request = dataclasses.replace(record.request, epoch=record.number)
         return self._reply_builder.reply(
-            notice, MessageType.GRANTED, record.granted_body
+            request, MessageType.GRANTED, record.granted_body
         )
 
     # Events of pools.
@@ -475,9 +475,14 @@ class ServerProtocol:
                 decisions += self.leases.close(record, server_draining().body)
             elif record.lease is not None:
                 record.unfinished_rows = set(range(record.attach.num_envs))
-                notice = record.notice_header()
+                header = Message(
+                    MessageType.ATTACH,
+                    session=record.session[1],
+                    epoch=record.number,
+                    peer=record.request.peer,
+                )
                 decisions.append(
-                    self._reply_builder.reply(notice, MessageType.DRAIN, body)
+                    self._reply_builder.reply(header, MessageType.DRAIN, body)
                 )
         if count := len(self.leases):
             _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
