@@ -478,8 +478,8 @@ class ClientBlocks:
                 write_lost(self.rows, row_slice, Status.SERVER_LOST)
         else:
             # If only some rows of a lost block are reset, the other rows keep their
-            # last observation, because the message contains no observation for them,
-            # or the first observation of an episode that has not begun for the caller.
+            # last observation. The reply contains no observation for them or, with
+            # "next_step", one of an episode that has not begun for the caller.
             others = [
                 row
                 for out in outcomes
