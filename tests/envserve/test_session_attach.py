@@ -319,9 +319,10 @@ def test_a_lease_whose_results_would_be_too_long_is_rejected(
         "envserve.session.server.lease_table.MAX_RESULT_BYTES", 4 * row_bytes
     )
     attach(FakeServer(), num_envs=4)
-    error = failed_client(FakeServer(), num_envs=5)
+    error = failed_client(server := FakeServer(), num_envs=5)
     assert isinstance(error, EnvStartError)
     assert f"results of 5 envs need up to {5 * row_bytes} bytes" in str(error)
+    assert not server.audits  # the lease has neither begun nor ended
 
 
 def test_the_name_of_a_client_is_logged_on_one_line(

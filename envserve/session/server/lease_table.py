@@ -407,10 +407,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             spec=spec,
             blocks=tuple(blocks),
         )
-        try:
-            record.granted_body = granted.encode()
-        except codec.CodecError as error:
-            raise Rejection(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
             raise Rejection(
                 ErrorCode.ENV_START_FAILED,
@@ -418,6 +414,10 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 f"{lease.max_result_bytes} bytes, but clients accept at most "
                 f"{MAX_RESULT_BYTES} bytes per message; request fewer envs per server",
             )
+        try:
+            record.granted_body = granted.encode()
+        except codec.CodecError as error:
+            raise Rejection(ErrorCode.ENV_START_FAILED, str(error)) from None
         record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
         record.machine.change_to(LeaseState.GRANTED)
 
