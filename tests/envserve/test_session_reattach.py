@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,9 +45,12 @@ OK = [Status.OK] * 4
 NARROW = HostSettings(num_workers=2, envs_per_worker=2)
 
 
-def lose_envs_to_another_client() -> tuple[FakeServer, ClientSession, ClientSession]:
+def lose_envs_to_another_client(
+    **options: Any,
+) -> tuple[FakeServer, ClientSession, ClientSession]:
     """Return a server, a client with an expired lease, and the envs' new client."""
-    server, client = make_pair(boot=1, policy=NARROW)
+    server = FakeServer(boot=1, policy=NARROW)
+    client = attach(server, **options)
     server.poll(60.0)
     server.take_replies()  # the client does not receive the ERROR
     return server, client, attach(server, 61.0, session=12, num_envs=3)
@@ -98,6 +102,16 @@ def test_a_client_whose_envs_were_leased_to_another_one_fails_with_its_name() ->
     assert "leased: 3 of Fake-v0" in str(outcomes[0].error)
     assert list(server.pools) == [("", 12)]
     assert other.state is ClientState.READY
+
+
+def test_with_padding_a_client_waits_for_envs_that_another_one_has_leased() -> None:
+    timeouts = Timeouts(pads_lost_rows=True)
+    server, client, other = lose_envs_to_another_client(timeouts=timeouts)
+    client.submit_step([0, 1], 62.0)
+    now = pass_time(client, server, 62.0, until=90.0)
+    other.begin_close(now)
+    exchange(other, server, now)
+    check_lost(client, finish(client, server, now + 1.0), last=0)
 
 
 def test_after_a_restart_a_client_waits_for_busy_envs() -> None:

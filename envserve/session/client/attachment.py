@@ -346,12 +346,14 @@ class Attachment:
         Retrying helps after a restart, when other clients may have attached first, and
         while a server drains, because another one may replace it. If the lease expired
         because this client was silent, the clients that now have the envs keep them.
+        With `Timeouts.pads_lost_rows`, retry nevertheless.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
         if (
             is_full
             and isinstance(loss.error, LeaseLost)
             and self.address == self.granted_by
+            and not self._timeouts.pads_lost_rows
         ):
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
             if now >= loss.busy_until:
