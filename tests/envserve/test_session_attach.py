@@ -157,14 +157,6 @@ def test_arguments_that_would_be_too_long_after_a_loss_are_rejected_at_once() ->
             attach_of(request, ADDRESS)
 
 
-def test_a_busy_error_lists_free_and_leased_envs() -> None:
-    server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
-    attach(server, num_envs=6)
-    error = failed_client(server, num_envs=3)
-    assert isinstance(error, EnvsBusy)
-    assert "3 envs requested, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
-
-
 def test_a_busy_error_names_only_leases_of_the_same_client() -> None:
     server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
     attach(server, session=1, client_name="small:1", num_envs=2)

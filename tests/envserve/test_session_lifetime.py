@@ -11,7 +11,6 @@ from envserve.errors import (
     LeaseLost,
     RemoteProtocolError,
     ServerError,
-    ServerLost,
 )
 from envserve.session.states import ClientState
 from envserve.wire.constants import ErrorCode, Executed, MessageType
@@ -64,15 +63,6 @@ def test_a_silent_client_loses_its_lease() -> None:
     server.poll(60.0)
     assert not server.pools
     assert server.protocol.leases.num_free_envs == 128
-
-
-def test_operations_fail_when_the_server_is_lost() -> None:
-    _, client = make_pair()
-    client.submit_step([0, 1], 5.0)
-    assert pass_time(client, now=5.0) == 65.0
-    outcomes = collect(client)
-    assert [outcome.block for outcome in outcomes] == [0, 1]
-    assert all(isinstance(outcome.error, ServerLost) for outcome in outcomes)
 
 
 def test_a_long_step_is_not_resent_while_pongs_report_it() -> None:
