@@ -114,9 +114,12 @@ def test_with_padding_a_client_waits_for_envs_that_another_one_has_leased() -> N
     check_lost(client, finish(client, server, now + 1.0), last=0)
 
 
-def test_after_a_restart_a_client_waits_for_busy_envs() -> None:
+@pytest.mark.parametrize("is_drained", [False, True])
+def test_after_a_restart_a_client_waits_for_busy_envs(is_drained: bool) -> None:
     client, restarted = attach_and_restart(policy=NARROW)
     attach(restarted, 1.0, session=12, num_envs=3)
+    if is_drained:  # the server notifies the client before the restart
+        client.attachment.lose_lease(LeaseLost("the server was drained"), 1.0)
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, restarted, 1.0)
     assert now == pytest.approx(61.0, abs=0.5)

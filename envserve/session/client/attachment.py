@@ -271,7 +271,8 @@ class Attachment:
         # If the server was already silent (an interrupted call may have been waiting
         # for its reply), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
-        loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
+        loss = LostLease(error, since, requests.boot, detach_frames=detach_frames)
+        self.lost_lease = loss
         self.client_blocks.mark_lost(error)
         requests.change_session()
         if previous is None:
@@ -352,7 +353,7 @@ class Attachment:
         if (
             is_full
             and isinstance(loss.error, LeaseLost)
-            and self.address == self.granted_by
+            and self._requests.boot == loss.boot
             and not self._timeouts.pads_lost_rows
         ):
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
