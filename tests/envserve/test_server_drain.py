@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -92,6 +93,29 @@ def test_without_grace_period_a_server_stops_immediately(
     serve: Serve, join: Join
 ) -> None:
     server = serve("--drain-grace", "0")
+    client = join(server)
+    server.signal(signal.SIGTERM)
+    assert "the server was stopped" in client.wait_for_end()
+    check_end(server)
+
+
+#: `envserve` on a host where no further thread can be started.
+WITHOUT_THREADS = (
+    "-c",
+    "import asyncio\n"
+    'async def fail(*_): raise RuntimeError("can\'t start new thread")\n'
+    "asyncio.to_thread = fail\n"
+    "from envserve.cli.app import main\n"
+    "main()",
+)
+
+
+def test_clients_are_notified_of_a_stop_even_if_no_thread_can_be_started(
+    serve: Serve, join: Join, tmp_path: Path
+) -> None:
+    bind = (f"ipc://{tmp_path}/envs",)  # without keys, the server needs no thread
+    options = ("--metrics-port", "0", "--drain-grace", "0")
+    server = serve(*options, bind=bind, program=WITHOUT_THREADS)
     client = join(server)
     server.signal(signal.SIGTERM)
     assert "the server was stopped" in client.wait_for_end()
