@@ -26,17 +26,20 @@ import zmq
 from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.zmq_guards.wakeup import Waker
 from envserve.errors import LocalProtocolError, ServerLost
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
 from envserve.wire.sockets import Frames
+from tests.envserve.conftest import WaitUntil
 from tests.envserve.interrupts import Place, is_return, run_traced
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer
 
 STRIDE = 16
+ADDRESSES: Final = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 #: The files in which interrupts occur.
 CLIENT_FILES: Final = (
     *(
@@ -393,6 +396,27 @@ def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
         batch.send(np.zeros(batch.num_envs))
         with pytest.raises(LocalProtocolError, match="already closed"):
             batch.recv(1)
+
+
+class Everywhere(dict[object, str]):
+    """Targets that contain every lane."""
+
+    def get(self, *_: object) -> str:  # type: ignore[override]
+        return ADDRESSES[1]
+
+
+def test_a_lane_that_prepares_a_move_closes_both_connections(
+    wait_until: WaitUntil,
+) -> None:
+    server_pool = ServerPool(ADDRESSES, insecure=True)
+    server_pool.placement.targets = Everywhere()
+    config = make_config("Fake-v0")
+    lane = RemoteLane(ADDRESSES[0], config, server_pool=server_pool)
+    wait_until(lambda: len(MemoryConnection.made) == 2)
+    lane.close()
+    for made in MemoryConnection.made:
+        with pytest.raises(ValueError, match="closed"):
+            made.waker.fileno()
 
 
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:

@@ -406,6 +406,8 @@ class RemoteLane:
                 self._driver.wait(self._close_by)
                 self._driver.run(time.monotonic())
             self._finalizer()
+        if self._successor is not None:
+            self._successor.close()
         if (servers := self._driver.server_pool) is not None:
             servers.remove(self._driver, self._close_by)
 
