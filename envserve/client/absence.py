@@ -54,6 +54,7 @@ class Absence:
         self.next_pad = np.inf
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
+        self._is_any_present = True  # at the last call to `pad`
 
     def mark_late(self, positions: Set[int]) -> None:
         """Record that no caller waits for the steps of the given blocks any more."""
@@ -109,18 +110,15 @@ class Absence:
           now: Monotonic seconds.
         """
         # Time counts towards `padding_after` only while at least one block is present.
-        previous = self.absent_since if self._is_any_present() else {}
+        previous = self.absent_since if self._is_any_present else {}
         self.absent_since = {at: previous.get(at, now) for at in absent}
+        self._is_any_present = len(absent) < len(self._blocks)
         self.padded.clear()
         self.next_pad = np.inf
-        if self._is_any_present():  # a step that returns only padding would be useless
+        if self._is_any_present:  # a step that returns only padding would be useless
             times = {at: self._pad_at(at) for at in absent & waiting}
             self.padded.update(at for at, time in times.items() if now >= time)
             self.next_pad = min((t for t in times.values() if t > now), default=np.inf)
-
-    def _is_any_present(self) -> bool:
-        """Return whether any block was present at the last call to `pad`."""
-        return len(self.absent_since) < len(self._blocks)
 
     def _pad_at(self, position: int) -> float:
         """Return the time at which the rows of an absent block become padding.

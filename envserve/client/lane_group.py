@@ -139,28 +139,33 @@ class LaneGroup:
             num_rows = None
         # A lane reports each absence once, perhaps while other rows were waited for.
         may_be_absent = bool(absence.awaited_late_steps or absence.absent_since)
+        has_collected = False
         while True:
             ready = positions & outcomes.keys()
             if absence.padded:
                 absence.padded -= ready  # these blocks have finished in the meantime
             if len(ready) == len(positions):
                 return ready
-            timeout = _COLLECT_SECONDS
+            waiting, timeout = positions - ready, _COLLECT_SECONDS
             if may_be_absent:
-                ready |= self._pad(positions - ready)
-                if len(ready) == len(positions):
-                    return ready
+                ready |= self._pad(waiting)
                 timeout = min(timeout, absence.next_pad - time.monotonic())
+            is_enough = len(ready) == len(positions)
             if deadline != math.inf or num_rows is not None:
                 remaining = deadline - time.monotonic()
-                is_enough = num_rows is not None and blocks.num_rows(ready) >= num_rows
-                if is_enough or (remaining <= 0 and may_be_absent):
+                if remaining <= 0 and has_collected:
                     return ready
+                is_enough |= num_rows is not None and blocks.num_rows(ready) >= num_rows
                 timeout = min(timeout, remaining)
-            waiting = positions - ready
+            if not is_enough:
+                waiting -= ready
+            elif has_collected or absence.padded.isdisjoint(ready):
+                return ready
+            else:  # padding is enough, but lanes progress only in `collect`
+                timeout = 0.0
             min_finished = len(waiting) if num_rows is None else 1
             self.queue.collect(max(0.0, timeout), waiting, min_finished)
-            may_be_absent = True
+            may_be_absent = has_collected = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
         """Return the positions in `waiting` whose blocks are padding now."""

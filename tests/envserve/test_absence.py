@@ -250,6 +250,7 @@ def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     for now in (0.0, 10.0):  # every block is absent
         absence.pad(both, both, now)
         assert (absence.padded, absence.next_pad) == (set(), math.inf)
+    absence.release({0})
     absence.pad(second, both, 10.25)
     assert (absence.padded, absence.next_pad) == (set(), 10.75)
     absence.pad(second, both, 10.75)
@@ -307,6 +308,20 @@ def test_rows_that_became_absent_while_others_were_received_are_padding() -> Non
             _, result = batch.recv(env_indices=[row])
             assert result.status.tolist() == [Status.PENDING]
         assert not any(lane.timeouts)
+
+
+def test_absent_envs_come_back_although_padding_is_enough_for_each_call() -> None:
+    lane = ScriptedLane(2)
+    seen: set[tuple[int, int]] = set()
+    with BatchEnv([lane], padding_after=0.0) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0}, {0: 5, 1: 5}
+        batch.send([1, 1])
+        for _ in range(20):
+            rows, result = batch.recv()
+            seen.update(zip(rows.tolist(), result.status.tolist(), strict=True))
+            batch.send([1] * len(rows), rows)
+    assert seen >= {(0, Status.PENDING), (0, Status.LATE), (1, Status.OK)}
 
 
 def test_absent_rows_that_are_not_awaited_cause_no_busy_waiting() -> None:
