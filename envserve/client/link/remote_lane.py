@@ -110,7 +110,6 @@ class RemoteLane:
         """
         timeouts = timeouts or Timeouts()
         self.num_envs = request.num_envs
-        self._env_name = request.env_name
         attach = attach_of(request, address)
         context = context or SharedContext(1)
         self._connection = Connection(address, insecure=insecure, context=context)
@@ -184,7 +183,7 @@ class RemoteLane:
         self.close()
         raise self._session.error or EnvStartError(
             f"{self.name}: the server is still building {self.num_envs} "
-            f"{self._env_name} envs; increase start_timeout"
+            f"{self._session.attachment.attach.env_name} envs; increase start_timeout"
         )
 
     @property
