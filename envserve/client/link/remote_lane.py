@@ -383,8 +383,9 @@ class RemoteLane:
         self._has_closed.set()
         self._attacher.remove(self._waker)
         with self._lock:
-            has_keepalive_thread = self._keepalive_thread.ident is not None
-        if has_keepalive_thread:
+            thread_id = self._keepalive_thread.ident
+        # The garbage collector may close an unused batch in any thread.
+        if thread_id not in (None, threading.get_ident()):
             self._keepalive_thread.join()
         if self._successor is not None:
             self._successor.begin_close()
@@ -525,7 +526,8 @@ def _run_keepalive(
         try:
             seconds = lane._maintain()
         except Exception as error:  # report it to the lane's caller
-            _fail(lane, error)
+            if not has_closed.is_set():
+                _fail(lane, error)
             return
         del lane
 
