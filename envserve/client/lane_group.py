@@ -137,7 +137,7 @@ class LaneGroup:
         outcomes, absence, blocks = self.queue.outcomes, self.absence, self.blocks
         if num_rows is not None and num_rows == blocks.num_rows(positions):
             num_rows = None
-        # A lane reports each absence once, perhaps while other rows were waited for.
+        # A lane reports each absence only once, perhaps during an earlier call.
         may_be_absent = bool(absence.awaited_late_steps or absence.absent_since)
         has_collected = False
         while True:
