@@ -34,6 +34,9 @@ class Absence:
       late_steps: Positions of blocks with a late step that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and whose rows are padding.
+      absent_since: Maps positions of blocks that were absent at the last call to `pad`,
+        and have not been released, to the time from which `padding_after` counts.
+      next_pad: Time at which rows will next become padding; infinity if never.
     """
 
     def __init__(
@@ -47,11 +50,11 @@ class Absence:
         self.late_steps: set[int] = set()
         self.awaited_late_steps: set[int] = set()
         self.padded: set[int] = set()
+        self.absent_since: dict[int, float] = {}
+        self.next_pad = np.inf
         self._blocks = tuple(blocks)
         self._padding_after = padding_after_seconds
-        #: Maps positions of absent blocks to the monotonic time, in seconds, from which
-        #: `padding_after` counts.
-        self._since: dict[int, float] = {}
+        self._is_any_present = True  # at the last call to `pad`
 
     def mark_late(self, positions: Set[int]) -> None:
         """Record that no caller waits for the steps of the given blocks any more."""
@@ -94,10 +97,12 @@ class Absence:
         self.late_steps.clear()
         self.awaited_late_steps.clear()
         self.padded.clear()
-        self._since.clear()
+        self.absent_since.clear()
 
     def pad(self, absent: Set[int], waiting: Set[int], now: float) -> None:
-        """Set `padded` to the awaited blocks that have been absent for long enough.
+        """Update `padded`, `absent_since` and `next_pad`.
+
+        Awaited blocks that have been absent for long enough become padding.
 
         Args:
           absent: Positions of blocks in flight whose envs are absent.
@@ -105,23 +110,15 @@ class Absence:
           now: Monotonic seconds.
         """
         # Time counts towards `padding_after` only while at least one block is present.
-        previous = self._since if self._is_any_present() else {}
-        self._since = {at: previous.get(at, now) for at in absent}
+        previous = self.absent_since if self._is_any_present else {}
+        self.absent_since = {at: previous.get(at, now) for at in absent}
+        self._is_any_present = len(absent) < len(self._blocks)
         self.padded.clear()
-        if self._is_any_present():  # a step that returns only padding would be useless
-            self.padded.update(at for at in absent & waiting if now >= self._pad_at(at))
-
-    def next_pad(self) -> float:
-        """Return the time at which rows of an absent block will next become padding.
-
-        Return infinity if no absent block is left to pad, or if all blocks are absent.
-        """
-        waiting = self._since.keys() - self.padded if self._is_any_present() else ()
-        return min(map(self._pad_at, waiting), default=np.inf)
-
-    def _is_any_present(self) -> bool:
-        """Return whether any block was present at the last call to `pad`."""
-        return len(self._since) < len(self._blocks)
+        self.next_pad = np.inf
+        if self._is_any_present:  # a step that returns only padding would be useless
+            times = {at: self._pad_at(at) for at in absent & waiting}
+            self.padded.update(at for at, time in times.items() if now >= time)
+            self.next_pad = min((t for t in times.values() if t > now), default=np.inf)
 
     def _pad_at(self, position: int) -> float:
         """Return the time at which the rows of an absent block become padding.
@@ -131,7 +128,7 @@ class Absence:
         become padding.
         """
         is_late = position in self.awaited_late_steps and self._padding_after < np.inf
-        return self._since[position] + (0.0 if is_late else self._padding_after)
+        return self.absent_since[position] + (0.0 if is_late else self._padding_after)
 
     def mark_rows(self, spec: EnvSpec, row_set: RowSet, result: StepResult) -> None:
         """Write padding into rows of `padded` blocks; mark other late rows as LATE."""
@@ -151,6 +148,8 @@ class Absence:
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
+        for position in positions & self.absent_since.keys():
+            del self.absent_since[position]
 
 
 class DeferredOutcome:

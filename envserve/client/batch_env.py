@@ -8,7 +8,6 @@ call never returns the result of an interrupted call. `lane_group` explains how.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -711,14 +710,12 @@ class BatchEnv:
         return "step" if self.num_in_flight else ""
 
     def drain(self) -> None:
-        """Receive and discard all rows in flight.
+        """Discard the results of all rows in flight, without waiting for them.
 
         The caller must then reset all envs before the next step.
         """
         self._has_reset = False
-        while self.num_in_flight:
-            with contextlib.suppress(EnvError):
-                self.recv(self.num_in_flight)
+        self.cancel_step()
 
     @_exclusive
     def cancel_step(self) -> None:

@@ -20,20 +20,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from envserve.client.absence import Absence, DeferredOutcome
 from envserve.client.outcome_queue import OutcomeQueue
-from envserve.client.row_set import BatchBlock, BatchBlocks, RowSet
+from envserve.client.row_set import BatchBlock, BatchBlocks, LanePart, RowSet
 from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
-Operation = TypeVar("Operation", Reset, Call)
-
-#: Maximum duration of one wait for a lane, in seconds. It is only a fallback, because
-#: lanes have deadlines for every operation.
-_COLLECT_SECONDS: Final = 60.0
+#: Maximum duration of one wait for a lane, in seconds, and thus the maximum delay of
+#: its `give_up_error`.
+_COLLECT_SECONDS: Final = 1.0
 
 
 class LaneGroup:
@@ -91,37 +89,33 @@ class LaneGroup:
             raise self.blocks.in_flight_error(row_set.positions & self.in_flight)
         queue, interrupt = self.queue, None
         queue.is_updating = True
-        late_steps = self.absence.late_steps
+        parts, late_steps = row_set.lane_parts, self.absence.late_steps
         if late_steps and not late_steps.isdisjoint(row_set.positions):
-            self._send_remaining(row_set, actions)
-        else:
-            for part, rows in row_set.lane_parts:
-                lane = part.lane
-                for target, array in zip(part.actions, actions, strict=True):
-                    target[part.lane_rows] = array[rows]
-                for blocks in (part.blocks,) if together else part.single_blocks:
-                    try:
-                        lane.submit_step(blocks)
-                    except BaseException as error:
-                        if not pop_harmless_mark(error):
-                            if interrupt is not None:
-                                raise interrupt from error
-                            raise
-                        interrupt = error  # raised once all blocks are submitted
+            # Ignore the actions of blocks whose late step is still to be returned.
+            others = self.absence.await_late_steps(row_set.positions)
+            parts = tuple(
+                (LanePart((block,)), rows)
+                for block, rows in row_set.block_parts
+                if block.position in others
+            )
+        for part, rows in parts:
+            lane = part.lane
+            for target, array in zip(part.actions, actions, strict=True):
+                target[part.lane_rows] = array[rows]
+            for blocks in (part.blocks,) if together else part.single_blocks:
+                try:
+                    lane.submit_step(blocks)
+                except BaseException as error:
+                    if not pop_harmless_mark(error):
+                        if interrupt is not None:
+                            raise interrupt from error
+                        raise
+                    interrupt = error  # raised once all blocks are submitted
         started = self._cancelled if is_cancelled else self.in_flight
         started.update(row_set.positions)
         queue.is_updating = False
         if interrupt is not None:
             raise interrupt
-
-    def _send_remaining(self, row_set: RowSet, actions: Sequence[Array]) -> None:
-        """Step the blocks that have no late step; ignore the actions of the others."""
-        positions = self.absence.await_late_steps(row_set.positions)
-        for block, part in row_set.block_parts:
-            if block.position in positions:
-                for target, array in zip(block.lane.rows.action, actions, strict=True):
-                    target[block.lane_rows] = array[part]
-                block.lane.submit_step((block.lane_block,))
 
     def wait(
         self, positions: Set[int], num_rows: int | None, deadline: float
@@ -143,29 +137,35 @@ class LaneGroup:
         outcomes, absence, blocks = self.queue.outcomes, self.absence, self.blocks
         if num_rows is not None and num_rows == blocks.num_rows(positions):
             num_rows = None
-        may_be_absent = bool(absence.awaited_late_steps)
+        # A lane reports each absence only once, perhaps during an earlier call.
+        may_be_absent = bool(absence.awaited_late_steps or absence.absent_since)
+        has_collected = False
         while True:
             ready = positions & outcomes.keys()
             if absence.padded:
                 absence.padded -= ready  # these blocks have finished in the meantime
             if len(ready) == len(positions):
                 return ready
-            timeout = _COLLECT_SECONDS
+            waiting, timeout = positions - ready, _COLLECT_SECONDS
             if may_be_absent:
-                ready |= self._pad(positions - ready)
-                if len(ready) == len(positions):
-                    return ready
-                timeout = min(timeout, absence.next_pad() - time.monotonic())
+                ready |= self._pad(waiting)
+                timeout = min(timeout, absence.next_pad - time.monotonic())
+            is_enough = len(ready) == len(positions)
             if deadline != math.inf or num_rows is not None:
                 remaining = deadline - time.monotonic()
-                is_enough = num_rows is not None and blocks.num_rows(ready) >= num_rows
-                if is_enough or (remaining <= 0 and may_be_absent):
+                if remaining <= 0 and has_collected:
                     return ready
+                is_enough |= num_rows is not None and blocks.num_rows(ready) >= num_rows
                 timeout = min(timeout, remaining)
-            waiting = positions - ready
+            if not is_enough:
+                waiting -= ready
+            elif has_collected or absence.padded.isdisjoint(ready):
+                return ready
+            else:  # padding is enough, but lanes progress only in `collect`
+                timeout = 0.0
             min_finished = len(waiting) if num_rows is None else 1
             self.queue.collect(max(0.0, timeout), waiting, min_finished)
-            may_be_absent = True
+            may_be_absent = has_collected = True
 
     def _pad(self, waiting: Set[int]) -> Set[int]:
         """Return the positions in `waiting` whose blocks are padding now."""
@@ -181,7 +181,7 @@ class LaneGroup:
         queue.is_updating = True
         self.in_flight -= positions
         self._cancelled -= positions
-        if absence.awaited_late_steps or absence.padded:
+        if absence.awaited_late_steps or absence.absent_since:
             absence.release(positions)
         kept = {}
         if not queue.outcomes.keys() <= positions:
@@ -214,7 +214,7 @@ class LaneGroup:
         resets = _resets_of(self.blocks, env_indices, seeds, options)
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
-        self._start(resets, lambda lane, group: lane.submit_reset(group))
+        self.start_call(resets)
         return resets.keys()
 
     def finish_reset(
@@ -240,27 +240,19 @@ class LaneGroup:
             for row, info in outcome.infos.items()
         }
 
-    def start_call(self, calls: Mapping[int, Call]) -> None:
-        """Start attribute accesses.
+    def start_call(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
+        """Start resets or attribute accesses, once their blocks are idle.
 
         Args:
-          calls: Maps block positions to calls.
+          operations: Maps block positions to operations of the same kind.
         """
-        self._start(calls, lambda lane, group: lane.submit_call(group))
-
-    def _start(
-        self,
-        operations: Mapping[int, Operation],
-        submit: Callable[[Lane, list[Operation]], None],
-    ) -> None:
-        """Start resets or calls, once their blocks are idle."""
         positions: Set[int] = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.late_steps)
         self.queue.is_updating = True
-        by_lane: dict[Lane, dict[int, Operation]] = {}
+        by_lane: dict[Lane, dict[int, Any]] = {}
         for position, operation in operations.items():
             block, is_reset = self.blocks[position], isinstance(operation, Reset)
             by_lane.setdefault(block.lane, {})[position] = operation
@@ -276,8 +268,10 @@ class LaneGroup:
         self._called |= positions
         remaining = set(operations)  # blocks on which nothing was started yet
         for lane, group in by_lane.items():
+            submit: Callable[[Any], None]
+            submit = lane.submit_reset if is_reset else lane.submit_call
             try:
-                submit(lane, list(group.values()))
+                submit(list(group.values()))
             except EnvserveError as error:
                 # The next operation waits for calls that were started. If resets were
                 # started, all lanes are invalidated, because episodes have ended.

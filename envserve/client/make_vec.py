@@ -186,15 +186,18 @@ def make(
         "render_mode": render_mode,
     }
     env = _expand(env, settings, make)
+    if several := settings.keys() & {"num_envs", "addresses"}:
+        raise TypeError(
+            f"{min(several)}: expected no value, because `make` makes one env; pass "
+            f"the server's address as `address`, or call `make_vec`"
+        )
     address = settings.pop("address")
-    settings["addresses"] = None if address is None else [address]
+    addresses = None if address is None else [address]
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    batch = make_batch(
-        env, 1, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
-    )
+    options = {"actions": "pass", **settings}
+    batch = make_batch(env, 1, addresses, fixed, expected, **options)
     result = Env(batch)
-    del settings["addresses"]
     name = batch.spec.env_name if isinstance(env, str) else env
     settings["address"] = address
     if isinstance(env, str):

@@ -86,8 +86,9 @@ class OutcomeQueue:
         """Collect from several lanes; return whether there were any outcomes.
 
         If the caller waits for all blocks, wait for one lane after the other, except
-        for lanes with absent envs. Otherwise, do not block, and skip lanes whose
-        descriptors are not readable, unless envs are absent or it is time to poll all.
+        for lanes with absent envs, until the timeout or until envs become absent.
+        Otherwise, do not block, and skip lanes whose descriptors are not readable,
+        unless envs are absent or it is time to poll all.
         """
         has_outcomes, needs_all = False, min_finished == len(waiting)
         now = time.monotonic()
@@ -103,7 +104,10 @@ class OutcomeQueue:
                 continue
             may_block = needs_all and expected and not lane.absent
             seconds = timeout_seconds if may_block else 0.0
-            if outcomes := lane.collect(seconds, expected or 1):
+            outcomes = lane.collect(seconds, expected or 1)
+            if may_block and len(outcomes) < expected:
+                needs_all = False  # do not block any more
+            if outcomes:
                 has_outcomes, first = True, self._first_position[lane]
                 for outcome in outcomes:
                     self.outcomes[first + outcome.block] = outcome

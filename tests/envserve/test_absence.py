@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.client.absence import Absence
 from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
+from envserve.lane import Outcome, mark_harmless
 from envserve.slab import Status
 from tests.envserve.interrupts import is_return, run_traced
 from tests.simulation.fake_lane import FakeLane, Faults, next_hash
@@ -247,11 +249,125 @@ def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     both, second = {0, 1}, {1}
     for now in (0.0, 10.0):  # every block is absent
         absence.pad(both, both, now)
-        assert (absence.padded, absence.next_pad()) == (set(), math.inf)
+        assert (absence.padded, absence.next_pad) == (set(), math.inf)
+    absence.release({0})
     absence.pad(second, both, 10.25)
-    assert (absence.padded, absence.next_pad()) == (set(), 10.75)
+    assert (absence.padded, absence.next_pad) == (set(), 10.75)
     absence.pad(second, both, 10.75)
     assert absence.padded == second
+
+
+class ScriptedLane(FakeLane):
+    """A lane with one row per block, whose operations take several calls of `collect`.
+
+    Attributes:
+      delays: Number of calls to come before an operation finishes, by block.
+      missing: Blocks that are absent while they are in flight.
+      timeouts: Timeouts of the calls.
+      gives_up_after: Sum of timeouts after which the lane has a `give_up_error`.
+    """
+
+    def __init__(self, num_envs: int) -> None:
+        super().__init__(num_envs, num_envs, Faults())
+        self.delays: dict[int, int] = {}
+        self.missing: set[int] = set()
+        self.timeouts: list[float] = []
+        self.gives_up_after = math.inf
+
+    @property
+    def absent(self) -> set[int]:
+        return self.missing & self.running.keys()
+
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
+        self.timeouts.append(timeout_seconds)
+        if sum(self.timeouts) >= self.gives_up_after:
+            self.give_up_error = ServerLost("the server is lost")
+        finished = [block for block in self.running if not self.delays.get(block)]
+        self.delays = {block: n - 1 for block, n in self.delays.items() if n}
+        return [self.finish(block) for block in finished]
+
+
+def test_each_absence_of_a_block_gets_the_full_waiting_time() -> None:
+    lane = ScriptedLane(2)
+    lane.missing = {1}
+    with BatchEnv([lane], padding_after=1e-9) as batch:
+        batch.reset()
+        for action in range(3):
+            lane.delays = {1: 1}
+            assert batch.step([action, action]).valid.all()
+
+
+def test_rows_that_became_absent_while_others_were_received_are_padding() -> None:
+    lane = ScriptedLane(4)
+    with BatchEnv([lane], padding_after=0.0) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0, 1}, {0: 9, 1: 9}
+        batch.send([1, 1], [0, 1])
+        for row in (0, 1):
+            lane.timeouts.clear()
+            _, result = batch.recv(env_indices=[row])
+            assert result.status.tolist() == [Status.PENDING]
+        assert not any(lane.timeouts)
+
+
+def test_absent_envs_come_back_although_padding_is_enough_for_each_call() -> None:
+    lane = ScriptedLane(2)
+    seen: set[tuple[int, int]] = set()
+    with BatchEnv([lane], padding_after=0.0) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0}, {0: 5, 1: 5}
+        batch.send([1, 1])
+        for _ in range(20):
+            rows, result = batch.recv()
+            seen.update(zip(rows.tolist(), result.status.tolist(), strict=True))
+            batch.send([1] * len(rows), rows)
+    assert seen >= {(0, Status.PENDING), (0, Status.LATE), (1, Status.OK)}
+
+
+def test_absent_rows_that_are_not_awaited_cause_no_busy_waiting() -> None:
+    lane = ScriptedLane(2)
+    with BatchEnv([lane], padding_after=0.0) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0}, {0: 9, 1: 3}
+        batch.send([1, 1])
+        batch.recv(env_indices=[1])
+        assert 0.0 not in lane.timeouts
+
+
+def test_a_step_raises_server_lost_soon_after_the_only_lane_has_given_up() -> None:
+    lane = ScriptedLane(2)
+    with BatchEnv([lane]) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0, 1}, {0: 99, 1: 99}
+        lane.gives_up_after = sum(lane.timeouts) + 5.0
+        with pytest.raises(ServerLost):
+            batch.step([1, 1])
+        assert sum(lane.timeouts) < lane.gives_up_after + 1.5
+
+
+def test_an_interrupt_while_steps_are_sent_beside_a_late_one_costs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes = [ScriptedLane(1), ScriptedLane(1)]
+    with BatchEnv(lanes, padding_after=0.0) as batch:
+        batch.reset()
+        lanes[0].missing, lanes[0].delays = {0}, {0: 99}
+        expected = [Status.PENDING, Status.OK]
+        assert batch.step([1, 1]).status.tolist() == expected
+
+        def interrupt(blocks: Sequence[int]) -> None:
+            FakeLane.submit_step(lanes[1], blocks)
+            error = KeyboardInterrupt()
+            mark_harmless(error)
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes[1], "submit_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.step([2, 2])
+        result = batch.step([3, 3])
+        assert result.status.tolist() == expected
+        assert result.reward[1] == 3
 
 
 def test_a_call_raises_server_lost_instead_of_waiting_for_a_lost_server() -> None:

@@ -65,6 +65,8 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
             "step_timeout is set on the server",
         ),
         (make, {"address": [SERVER]}, f"a list of addresses.*{SERVER}"),
+        (make, {"addresses": [SERVER]}, "addresses: expected no value.*as `address`"),
+        (make, {"num_envs": 2}, "num_envs: expected no value"),
         (make, {"sed": 1}, "'sed'; did you mean seed[?] Pass it in env_kwargs if"),
     ],
 )

@@ -15,6 +15,7 @@ import select
 import selectors
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
@@ -26,17 +27,20 @@ import zmq
 from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link import connection, remote_lane, session_driver
 from envserve.client.link.remote_lane import RemoteLane
+from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.zmq_guards.wakeup import Waker
 from envserve.errors import LocalProtocolError, ServerLost
 from envserve.lane import Outcome
 from envserve.slab import Status
 from envserve.wire.message import Buffer
 from envserve.wire.sockets import Frames
+from tests.envserve.conftest import WaitUntil
 from tests.envserve.interrupts import Place, is_return, run_traced
 from tests.envserve.server_process import make_config
 from tests.envserve.session_fakes import FakeServer
 
 STRIDE = 16
+ADDRESSES: Final = ["tcp://127.0.0.1:1", "tcp://127.0.0.1:2"]
 #: The files in which interrupts occur.
 CLIENT_FILES: Final = (
     *(
@@ -393,6 +397,52 @@ def test_a_signal_handler_can_close_a_batch_that_waits_for_several_lanes(
         batch.send(np.zeros(batch.num_envs))
         with pytest.raises(LocalProtocolError, match="already closed"):
             batch.recv(1)
+
+
+class Targets(dict[object, str]):
+    """Targets of moves, which the keep-alive thread of a lane looks up."""
+
+    def __init__(self, look_up: Callable[[], str | None]) -> None:
+        self._look_up = look_up
+
+    def get(self, *_: object) -> str | None:  # type: ignore[override]
+        return self._look_up()
+
+
+def lane_with(look_up: Callable[[], str | None]) -> RemoteLane:
+    server_pool = ServerPool(ADDRESSES, insecure=True)
+    server_pool.placement.targets = Targets(look_up)
+    return RemoteLane(ADDRESSES[0], make_config("Fake-v0"), server_pool=server_pool)
+
+
+def is_closed(made: MemoryConnection) -> bool:
+    with contextlib.suppress(ValueError):
+        return made.waker.fileno() < 0
+    return True
+
+
+def test_a_lane_that_prepares_a_move_closes_both_connections(
+    wait_until: WaitUntil,
+) -> None:
+    lane = lane_with(lambda: ADDRESSES[1])
+    wait_until(lambda: len(MemoryConnection.made) == 2)
+    lane.close()
+    assert all(map(is_closed, MemoryConnection.made))
+
+
+def test_the_garbage_collector_can_close_a_lane_in_its_keepalive_thread(
+    wait_until: WaitUntil, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_lane = threading.Event()
+
+    def collect_garbage() -> None:
+        has_lane.wait(60)
+        lane.close()
+
+    lane = lane_with(collect_garbage)
+    has_lane.set()
+    wait_until(lambda: is_closed(MemoryConnection.made[0]))
+    assert caplog.text == ""
 
 
 def interrupt_once(run: Run, monkeypatch: pytest.MonkeyPatch, *, is_sent: bool) -> None:

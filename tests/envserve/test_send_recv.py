@@ -12,7 +12,13 @@ import pytest
 
 from envserve.client import BatchEnv, StepResult, outcome_queue
 from envserve.client.link.remote_lane import RemoteLane
-from envserve.errors import ActionError, EnvError, EnvTimeout, LocalProtocolError
+from envserve.errors import (
+    ActionError,
+    EnvError,
+    EnvTimeout,
+    LocalProtocolError,
+    ServerLost,
+)
 from envserve.lane import Lane, Outcome
 from envserve.pool.pool import Pool
 from envserve.settings import PoolSettings
@@ -95,6 +101,53 @@ def test_lanes_are_polled_although_their_descriptors_are_not_readable() -> None:
             received[rows] += 1
             batch.send(np.ones(len(rows), np.int64), rows)
         assert received[1] >= received[0]
+
+
+class SleepingLane(FakeLane):
+    """A lane that waits until the timeout if its operations do not finish."""
+
+    waited = 0.0
+
+    def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
+        if not self.faults.end:
+            self.waited += timeout_seconds
+            time.sleep(timeout_seconds)
+        return super().collect(timeout_seconds, min_finished)
+
+
+def test_the_lanes_of_a_batch_share_one_timeout() -> None:
+    lanes = [SleepingLane(1, 1, Faults(end=1.0)) for _ in range(3)]
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        for lane in lanes:
+            lane.faults.end = 0.0
+        batch.send([1] * 3)
+        with pytest.raises(EnvTimeout):
+            batch.recv(3, timeout=0.2)
+        assert sum(lane.waited for lane in lanes) <= 0.2
+
+
+def test_rows_of_a_lost_server_can_be_discarded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane = FakeLane(2, 2, Faults(end=1.0))
+
+    def fail(block: int) -> Outcome:
+        return FakeLane.finish(lane, block)._replace(error=ServerLost("no reply"))
+
+    with BatchEnv([lane]) as batch:
+        batch.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(lane, "finish", fail)
+            batch.send([1, 1])
+            with pytest.raises(ServerLost):
+                batch.recv(2)
+        batch.drain()
+        assert batch.num_in_flight == 0
+        with pytest.raises(LocalProtocolError, match="reset"):
+            batch.send([1, 1])
+        batch.reset()
+        assert batch.step([2, 2]).valid.all()
 
 
 def test_a_slow_env_does_not_delay_other_blocks() -> None:

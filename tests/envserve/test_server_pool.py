@@ -18,7 +18,7 @@ from envserve.client.link.connection import Connection
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Finding
-from envserve.errors import ConnectError, KeyFileError, ServerLost
+from envserve.errors import AddressError, ConnectError, KeyFileError, ServerLost
 from envserve.keys.key_folder import KeyFolder
 from envserve.session.states import ClientState
 from envserve.wire.handshake import Welcome
@@ -129,6 +129,12 @@ def test_names_that_cannot_be_resolved_leave_the_known_servers(
     assert server_pool.assign(0, may_recover=False) == alive
     for lane in (0, 1):
         server_pool.remove(lane, time.monotonic() + 120)
+
+
+def test_sources_that_cannot_be_resolved_are_an_error(tmp_path: Path) -> None:
+    sources = [f"file://{tmp_path}/{name}" for name in ("one", "two")]
+    with pytest.raises(AddressError, match=r"one'.*; .*two'"):
+        module.live_servers(sources)
 
 
 def test_polls_do_not_wait_for_lookups_of_single_hosts(

@@ -54,8 +54,8 @@ def join(
 
     Raises:
       ConnectError: The server did not reply, or the invitation is no longer valid.
-      RemoteProtocolError: The peer is not an envserve server, or it rejected the
-        request.
+      RemoteProtocolError: The peer is not an envserve server.
+      EnvserveError: The server rejected the request.
     """
     deadline = time.monotonic() + timeout_seconds
     keys = invitation.server_public, KeyPair.from_secret(invitation.secret)

@@ -110,7 +110,6 @@ class RemoteLane:
         """
         timeouts = timeouts or Timeouts()
         self.num_envs = request.num_envs
-        self._env_name = request.env_name
         attach = attach_of(request, address)
         context = context or SharedContext(1)
         self._connection = Connection(address, insecure=insecure, context=context)
@@ -184,7 +183,7 @@ class RemoteLane:
         self.close()
         raise self._session.error or EnvStartError(
             f"{self.name}: the server is still building {self.num_envs} "
-            f"{self._env_name} envs; increase start_timeout"
+            f"{self._session.attachment.attach.env_name} envs; increase start_timeout"
         )
 
     @property
@@ -384,8 +383,9 @@ class RemoteLane:
         self._has_closed.set()
         self._attacher.remove(self._waker)
         with self._lock:
-            has_keepalive_thread = self._keepalive_thread.ident is not None
-        if has_keepalive_thread:
+            thread_id = self._keepalive_thread.ident
+        # The garbage collector may close an unused batch in any thread.
+        if thread_id not in (None, threading.get_ident()):
             self._keepalive_thread.join()
         if self._successor is not None:
             self._successor.begin_close()
@@ -406,6 +406,8 @@ class RemoteLane:
                 self._driver.wait(self._close_by)
                 self._driver.run(time.monotonic())
             self._finalizer()
+        if self._successor is not None:
+            self._successor.close()
         if (servers := self._driver.server_pool) is not None:
             servers.remove(self._driver, self._close_by)
 
@@ -524,7 +526,8 @@ def _run_keepalive(
         try:
             seconds = lane._maintain()
         except Exception as error:  # report it to the lane's caller
-            _fail(lane, error)
+            if not has_closed.is_set():
+                _fail(lane, error)
             return
         del lane
 

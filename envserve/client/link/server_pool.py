@@ -21,7 +21,7 @@ from envserve.client.link.discovery import SOURCE_SCHEMES, resolve
 from envserve.client.link.placement import Placement
 from envserve.client.link.sessionless_requests import request_welcome
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
-from envserve.errors import ConnectError, EnvserveError
+from envserve.errors import AddressError, ConnectError, EnvserveError
 from envserve.wire.handshake import Welcome
 from envserve.wire.sockets import raise_file_limit
 
@@ -277,11 +277,17 @@ def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]
     """Return the addresses of servers that reply and are not draining.
 
     If there are none, return all addresses.
+
+    Raises:
+      AddressError: No source can be resolved.
     """
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
         return [*only]  # no need to query it: `BatchEnv.connect` waits for its reply
-    found = [at for at in map(_try_resolve, sources) if not isinstance(at, str)]
-    addresses = list(itertools.chain(*found))
+    results = [_try_resolve(source) for source in sources]
+    addresses = [at for found in results if not isinstance(found, str) for at in found]
+    errors = [found for found in results if isinstance(found, str)]
+    if errors and not addresses:
+        raise AddressError("; ".join(errors))
     seconds = 2 * _REPLY_SECONDS
     welcomes = query_servers(addresses, seconds, insecure=insecure).welcomes
     alive = [at for at, found in welcomes.items() if found and not found.is_draining]

@@ -79,7 +79,6 @@ def request(
     while (now := time.monotonic()) < deadline:
         if now - sent_at >= _RESEND_SECONDS and connection.send(encode(message)):
             sent_at = now
-        is_sent = sent_at > -math.inf
         failure = diagnosis.poll(now)
         # Receive before raising `failure`: a server may have replied and then exited.
         if (frames := connection.receive()) is None:
@@ -90,7 +89,7 @@ def request(
                 text = "a message exceeds the protocol's size limit"
                 raise RemoteProtocolError(f"{address}: {text}")
             until = min(deadline, now + SLICE_SECONDS)
-            connection.wait(until - now, for_writing=not is_sent)
+            connection.wait(until - now, for_writing=sent_at == -math.inf)
             continue
         with _naming_peer(address):
             reply = decode(frames)
@@ -100,8 +99,7 @@ def request(
                 raise exception_of(ErrorBody.decode(reply.body), address)
         if reply.type is reply_type:
             return reply
-    is_sent = sent_at > -math.inf
-    hint = "; another program may be listening there" if is_sent else ""
+    hint = "; another program may be listening there" if sent_at > -math.inf else ""
     raise ConnectError(
         f"{address}: no server replied within {timeout_seconds:g} s"
         f"{connection.tried_text}{hint}"
