@@ -30,9 +30,9 @@ class InGraphBatchEnv:
     `step` in your own `tf.function`.
 
     Policy actions are normalised. For a Box with finite bounds, -1 and 1 are mapped to
-    the bounds, and values outside [-1, 1] are clipped. Discrete and MultiDiscrete
-    actions are numbered from 0. Actions have the shape `[B]` if Discrete, and `[B, A]`
-    otherwise.
+    the bounds, and values outside [-1, 1] are clipped; actions of a squashed Gaussian
+    are first mapped to [-1, 1] by tanh. Discrete and MultiDiscrete actions are numbered
+    from 0. Actions have the shape `[B]` if Discrete, and `[B, A]` otherwise.
 
     Args:
       env: The envs.

@@ -37,7 +37,8 @@ def wait_for_learners(
       timeout_seconds: Maximum time to wait.
 
     Raises:
-      ConfigError: Another learner has a different list of addresses.
+      ConfigError: Another learner has a different list of addresses, or the host name
+        of learner 0 is invalid.
       LearnerLostError: Another learner did not start in time, or this learner's port
         cannot be opened.
     """
@@ -51,6 +52,11 @@ def wait_for_learners(
                 reason = "the learner has exited, or another program uses its port"
             except OSError as error:
                 reason = error.strerror or str(error)
+            except UnicodeError as error:
+                raise ConfigError(
+                    f"Learner {index}: expected TF_CONFIG to list a valid host name "
+                    f"for learner 0, got {addresses[0]} ({error}); correct it."
+                ) from None
             time.sleep(min(_RETRY_SECONDS, remaining))
         missing = [0]
     elif not (missing := _accept_learners(addresses, deadline)):

@@ -238,7 +238,9 @@ class Simulation:
         self._buffers.rotate()
         self._rollout, self._splits = self._buffers[0]
         self.infos.clear()
-        if self._is_started and not reset:
+        continues = self._is_started and not reset
+        self._is_started = False  # after an exception, the next call resets envs
+        if continues:
             states = [
                 states.after_result(*split.end_flags(self._horizon - 1))
                 for split, states in zip(splits, self._states, strict=True)
@@ -254,7 +256,6 @@ class Simulation:
                 for split in self._splits
             ]
             self._start()
-        self._is_started = False  # after an exception, the next call resets envs
         with (
             tf.experimental.function_executor_type(self._executor),
             self._blas.limit(limits=1),

@@ -120,19 +120,23 @@ def train(
       envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
         has been written.
     """
-    algorithm = load_algorithm(config)
-    if learners.num > 1 and not algorithm.supports_several_learners:
-        raise config.several_learners_error(learners.num)
-    algorithm.check(config)
-    first = Counters(*learners.gather(_first_counters(run_folder) if resume else ())[0])
-    callbacks = Callbacks(config.callbacks)
-    seed = config.seed
-    if first.iteration > 0:  # a resumed run must not replay its first episodes
-        seed = derived_seed(seed, first.iteration, 1)
-    num_envs = config.per_learner(learners.num).num_envs
-    envs = make_env(num_envs=num_envs, seed=seed, is_training=True)
-    lock = run_folder.locked() if learners.is_chief else contextlib.nullcontext()
-    with learners.guard_collectives(), envs as env, lock:
+    with learners.guard_collectives(), contextlib.ExitStack() as stack:
+        algorithm = load_algorithm(config)
+        if learners.num > 1 and not algorithm.supports_several_learners:
+            raise config.several_learners_error(learners.num)
+        algorithm.check(config)
+        if learners.is_chief:  # before another process can change the counters
+            stack.enter_context(run_folder.locked())
+        counters = _first_counters(run_folder) if resume else ()
+        first = Counters(*learners.gather(counters)[0])
+        callbacks = Callbacks(config.callbacks)
+        seed = config.seed
+        if first.iteration > 0:  # a resumed run must not replay its first episodes
+            seed = derived_seed(seed, first.iteration, 1)
+        num_envs = config.per_learner(learners.num).num_envs
+        env = stack.enter_context(
+            make_env(num_envs=num_envs, seed=seed, is_training=True)
+        )
         run = TrainingRun(config, env, first, algorithm, on_step, learners)
         run.before_update = callbacks.before_update
         if resume:
@@ -144,11 +148,11 @@ def train(
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
         resumed_from = first if resume else None
-        with MetricsWriter(
-            run_folder.path, config, resumed_from=resumed_from
-        ) as writer:
-            loop = _Loop(run, callbacks, run_folder, writer, evaluator)
-            loop.run(on_progress, should_stop)
+        writer = stack.enter_context(
+            MetricsWriter(run_folder.path, config, resumed_from=resumed_from)
+        )
+        loop = _Loop(run, callbacks, run_folder, writer, evaluator)
+        loop.run(on_progress, should_stop)
     return _result(run, run_folder)
 
 
@@ -158,8 +162,8 @@ class _Loop:
 
     The counters determine when evaluations and reports are due, so a resumed run
     continues their schedules. Each iteration updates, evaluates, reports and saves, in
-    this order. Therefore the metrics of a run that was killed are complete up to its
-    newest checkpoint.
+    this order. Therefore a run that was killed has all rows of metrics that were due up
+    to its newest checkpoint.
     """
 
     _run: TrainingRun
@@ -308,7 +312,7 @@ class _Loop:
 
 def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
     steps, lost_steps = run.counters.steps, run.lost_steps.total
-    has_rows = run.learners.is_chief and run.counters.iteration > 0
+    has_rows = run.learners.is_chief and last_iteration(run_folder.metrics_path) > 0
     rows = read_metrics(run_folder.metrics_path) if has_rows else []
     curve = tuple(
         (int(row["steps"]), row["evaluation_return"])

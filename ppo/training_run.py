@@ -29,6 +29,7 @@ from ppo.rollout import (
     Rollout,
     info_means,
     num_non_finite,
+    step_arrays,
 )
 from ppo.run_folder.checkpoint import Counters, training_state
 from ppo.simulate import Simulation
@@ -84,6 +85,14 @@ class TrainingRun:
             act_on=config.act_on,
             num_rollouts=1 + config.overlap,
         )
+        # With `overlap`, a copy of the agent's variables, which rollouts use.
+        self._snapshot: Any = None
+        acting: dict[str, Any] = {}
+        if config.overlap:
+            self._snapshot = tf.nest.map_structure(
+                lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
+            )
+            acting["acting"] = tf.nest.flatten(self._snapshot)
         got: Any = self.algorithm.trackables
         try:
             for got in tf.nest.flatten(self.algorithm.trackables):
@@ -96,22 +105,13 @@ class TrainingRun:
                 # A checkpoint ignores numbers in nested dicts and lists.
                 tf.train.Checkpoint(part=got)
             got = self.algorithm.trackables
-            trackables = dict(got)
-            training_state(self.agent, trackables)
+            self.state = training_state(self.agent, dict(**got, **acting))
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {config.algorithm}: expected trackables, a dict from names "
-                "other than agent to optimizers, Keras models, variables or "
+                "other than agent and acting to optimizers, Keras models, variables or "
                 f"tf.train.Checkpoints, got {got!r:.200}."
             ) from error
-        # With `overlap`, a copy of the agent's variables, which rollouts use.
-        self._snapshot: Any = None
-        if config.overlap:
-            self._snapshot = tf.nest.map_structure(
-                lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
-            )
-            trackables["acting"] = tf.nest.flatten(self._snapshot)
-        self.state = training_state(self.agent, trackables)
         #: Function that is called with this run between the rollout and the update; it
         #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
@@ -219,7 +219,7 @@ class TrainingRun:
         infos = self.simulation.infos
         episodes = self.tracker.add(rollout, infos)
         newest = episodes[-_RECENT_EPISODES // learners.num :]
-        lost = rollout.done & ~rollout.valid
+        lost = step_arrays(rollout).lost
         is_masking = config.nonfinite == "mask"
         num_masked = num_non_finite(rollout, infos) if is_masking else 0
         counts = int(rollout.valid.sum()), int(lost.sum()), num_masked

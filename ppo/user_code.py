@@ -181,7 +181,10 @@ class Callbacks:
             method = getattr(callback, "before_update", None)
             return method and (lambda run, _, rollout: method(run, rollout))
 
-        return self._call(run, {}, before_update_of)
+        numbers = self._call(run, {}, before_update_of)
+        # The metrics of the iteration will replace numbers of the same name.
+        reserved = run.statistics() if numbers else ()
+        return {name: numbers[name] for name in numbers if name not in reserved}
 
     def _call(
         self, run: Any, metrics: dict[str, float], function_of: Callable[[Any], Any]

@@ -145,6 +145,11 @@ class Maker:
         return [seed for _, seed in self.asked]
 
 
+def eights(num_envs: int) -> CountingBatchEnv:
+    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
+    return CountingBatchEnv([8] * num_envs)
+
+
 class Learner:
     """An agent with an updater and a rollout, which can be reset to the initial state.
 

@@ -94,28 +94,6 @@ def test_rows_do_not_wait_for_a_row_that_stalls(tmp_path: Path) -> None:
     assert rollout.valid.all()
 
 
-def test_interrupted_rollout_is_repeated_from_a_reset() -> None:
-    calls: list[int] = []
-
-    def on_step() -> None:
-        calls.append(1)
-        if len(calls) == 5:
-            raise InterruptedError("enough")
-
-    with batch_of() as batch:
-        agent = Agent(batch.observation_space, batch.action_space, Config(**SETTINGS))
-        simulation = agent_simulation(
-            agent, InGraphBatchEnv(batch), HORIZON, act_on=0.25, on_step=on_step
-        )
-        with pytest.raises(InterruptedError, match="enough"):
-            simulation.run((0, 0))
-        rollout = simulation.run((0, 1))
-        assert rollout.valid.all()
-        assert batch.num_in_flight == 0
-        # All envs began new episodes: CartPole starts close to upright.
-        assert (np.abs(rollout.observation[0]) <= 0.05).all()
-
-
 def test_noise_and_a_single_split_are_required() -> None:
     with batch_of() as batch, pytest.raises(ValueError, match="act_on"):
         Simulation(InGraphBatchEnv(batch), mock.Mock(), HORIZON, act_on=0.5)

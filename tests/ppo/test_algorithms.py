@@ -244,10 +244,11 @@ class Untracked(Counter):
 def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got Adam, which is not built yet"):
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
-    config = SMALL.replace(algorithm=f"{__name__}:Untracked")
+    config = SMALL.replace(algorithm=f"{__name__}:Untracked", overlap=True)
     variable = tf.Variable(1.0)
     mixed = {1: variable, "v": variable}
-    wrong = (None, [variable], {1: variable}, mixed, {"agent": variable})
+    taken = {"agent": variable}, {"acting": variable}
+    wrong = (None, [variable], {1: variable}, mixed, *taken)
     parts = ({"n": 3}, 3), ({"v": variable, "state": [{"lost": 3}]}, 3)
     for stored, got in [*zip(wrong, wrong, strict=True), *parts]:
         with (

@@ -1,6 +1,7 @@
 """Perceptrons: initialisation, shapes, nested inputs."""
 
 import math
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -8,6 +9,7 @@ import tensorflow as tf
 from ppo.agent.networks.perceptrons import (
     GaussianHead,
     LogitsHead,
+    NetworkPart,
     Perceptron,
     ValueHead,
     flatten_observation,
@@ -40,49 +42,36 @@ def test_weights_differ_between_layers_and_depend_on_the_seed() -> None:
         assert (left != different).any()
 
 
-def test_gaussian_starts_near_mean_zero_with_the_given_deviation() -> None:
-    head = GaussianHead(2, Config(env_name="fake", initial_log_std=-0.5))
+def outputs_of(head: NetworkPart, size: int, gain: float = 0.01) -> Any:
+    """Return the outputs of a perceptron with this head for five equal rows."""
     network = Perceptron(
         3,
-        output_size=2,
-        output_gain=0.01,
+        output_size=size,
+        output_gain=gain,
         head=head,
         hidden_sizes=(8,),
-        activation="tanh",
+        activation="relu",
         seed=0,
     )
-    mean, log_std = network(tf.ones([5, 3]))
+    return network(tf.ones([5, 3]))
+
+
+def test_gaussian_starts_near_mean_zero_with_the_given_deviation() -> None:
+    head = GaussianHead(2, Config(env_name="fake", initial_log_std=-0.5))
+    mean, log_std = outputs_of(head, 2)
     assert mean.shape == (5, 2)
     assert np.abs(mean.numpy()).max() < 0.05
     assert log_std.numpy().tolist() == [-0.5, -0.5]
 
 
 def test_categorical_starts_near_uniform() -> None:
-    network = Perceptron(
-        3,
-        output_size=4,
-        output_gain=0.01,
-        head=LogitsHead(),
-        hidden_sizes=(8,),
-        activation="relu",
-        seed=0,
-    )
-    (logits,) = network(tf.ones([5, 3]))
+    (logits,) = outputs_of(LogitsHead(), 4)
     assert logits.shape == (5, 4)
     assert np.abs(logits.numpy()).max() < 0.05
 
 
 def test_values_are_one_number_per_row() -> None:
-    network = Perceptron(
-        3,
-        output_size=1,
-        output_gain=1.0,
-        head=ValueHead(),
-        hidden_sizes=(),
-        activation="tanh",
-        seed=0,
-    )
-    assert network(tf.ones([5, 3])).shape == (5,)
+    assert outputs_of(ValueHead(), 1, gain=1.0).shape == (5,)
 
 
 def test_nested_observations_become_one_vector_per_row() -> None:

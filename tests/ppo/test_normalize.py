@@ -58,14 +58,6 @@ def test_normalize_shifts_scales_and_clips() -> None:
     np.testing.assert_allclose(normalized.numpy(), [[0.0], [2.0], [10.0]], atol=1e-6)
 
 
-def test_update_in_a_graph_equals_eager() -> None:
-    values, mask = tf.random.stateless_normal([20, 2], (1, 2)), tf.ones([20], tf.bool)
-    eager, graph = RunningMoments((2,)), RunningMoments((2,))
-    eager.update(values, mask)
-    tf.function(graph.update)(values, mask)
-    np.testing.assert_allclose(eager.variance.numpy(), graph.variance.numpy())
-
-
 def test_return_scale_is_the_inverse_deviation_of_discounted_returns() -> None:
     scale = ReturnScale(num_envs=1, discount=0.5)
     assert scale.factor.numpy() == 1.0

@@ -21,14 +21,18 @@ from ppo.errors import DivergedError
 from ppo.run_folder.folder import RunFolder
 from ppo.simulate import Simulation
 from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Maker, counters, eagerly, parameters, rows_of, run
+from tests.ppo.runs import (
+    SMALL,
+    Maker,
+    counters,
+    eagerly,
+    eights,
+    parameters,
+    rows_of,
+    run,
+)
 
 OVERLAP = SMALL.replace(overlap=True)
-
-
-def eights(num_envs: int) -> CountingBatchEnv:
-    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
-    return CountingBatchEnv([8] * num_envs)
 
 
 def test_snapshot_is_not_changed_by_an_update() -> None:

@@ -130,6 +130,11 @@ def test_a_learner_that_has_left_is_missing() -> None:
     assert re.match(r"Learner 0: expected .* learner 1 .*2 \(", str(chief.exception()))
 
 
+def test_an_invalid_host_name_is_reported_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"host name for learner 0, got a\.\.b:1 "):
+        wait_for_learners(["a..b:1", "c:1"], 1, SECONDS)
+
+
 def test_an_occupied_port_is_reported_at_once() -> None:
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]

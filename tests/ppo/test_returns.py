@@ -84,19 +84,6 @@ def test_advantages_and_targets_of_three_steps(
     assert run(REWARD, VALUE, next_value, **named) == (advantage, target)
 
 
-def test_terminated_truncated_and_invalid_rows_in_one_sequence() -> None:
-    advantage, _ = run(
-        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
-        [2.0, 2.0, 2.0, 2.0, 2.0, 2.0],
-        terminated=(0,),
-        truncated=(2, 3),
-        invalid=(3,),
-    )
-    # delta is 1 at the termination and 2 in all other rows.
-    assert advantage == [1.0, 2 + 0.25 * 2, 2.0, 0.0, 2 + 0.25 * 2, 2.0]
-
-
 @pytest.mark.parametrize("garbage", [1e9, -1e9, np.nan, np.inf])
 def test_the_contents_of_an_invalid_row_do_not_matter(garbage: float) -> None:
     clean = run(REWARD, VALUE, NEXT, invalid=(1,), truncated=(1,))

@@ -196,9 +196,9 @@ def test_the_ratio_is_one_before_the_first_gradient_step(
 
 
 def test_sequences_start_from_the_states_of_acting() -> None:
-    """Check a bug of batch-ppo: it trained chunks from zero states.
+    """Batch-ppo trained chunks from zero states.
 
-    Their old log-probabilities were computed from the true states.
+    Their old log-probabilities, however, were computed from the true states.
     """
     subject = learner("compiled")
     assert subject.outcome(subject.rollout)[0]["ratio_deviation"] < 1e-4

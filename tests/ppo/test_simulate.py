@@ -71,6 +71,24 @@ def test_next_rollout_continues_where_the_last_one_ended() -> None:
     assert rollout.observation[:, 0, 1].tolist() == [3, 4, 0, 1]
 
 
+def test_an_interrupted_reset_is_repeated() -> None:
+    fake = CountingBatchEnv([9])
+    simulation = Simulation(in_graph(fake), echo, horizon=3)
+    simulation.run((0, 0))
+    reset = fake.reset
+
+    def interrupted_reset() -> None:
+        reset()
+        raise InterruptedError
+
+    with (
+        mock.patch.object(fake, "reset", interrupted_reset),
+        pytest.raises(InterruptedError),
+    ):
+        simulation.run((0, 1), reset=True)
+    assert simulation.run((0, 2)).observation[:, 0, 1].tolist() == [0, 1, 2, 3]
+
+
 def test_with_a_gpu_the_default_executor_runs_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -77,7 +77,10 @@ def test_on_step_is_called_once_per_batch_step_with_splits() -> None:
     assert len(calls) == 3 * HORIZON
 
 
-def test_rollout_after_an_interrupted_one_is_complete() -> None:
+@pytest.mark.parametrize(("num_splits", "act_on"), [(2, 1.0), (1, 0.5)])
+def test_rollout_after_an_interrupted_one_is_complete(
+    num_splits: int, act_on: float
+) -> None:
     calls: list[int] = []
 
     def on_step() -> None:
@@ -85,9 +88,10 @@ def test_rollout_after_an_interrupted_one_is_complete() -> None:
         if len(calls) == 5:
             raise InterruptedError("enough")
 
-    with local(2) as batch:
+    with local(num_splits) as batch:
+        env = InGraphBatchEnv(batch)
         simulation = Simulation(
-            InGraphBatchEnv(batch), act_by_row, HORIZON, on_step, noise=draw
+            env, act_by_row, HORIZON, on_step, noise=draw, act_on=act_on
         )
         with pytest.raises(InterruptedError, match="enough"):
             simulation.run((0, 0))

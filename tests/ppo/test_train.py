@@ -6,12 +6,14 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing import plugin_event_accumulator
 
+from envserve.client import Status
 from envserve.errors import EnvError
 from ppo.agent.agent import Agent
 from ppo.environments import env_maker
@@ -20,10 +22,13 @@ from ppo.errors import (
     DivergedError,
     EnvDataError,
     EnvsLostError,
+    LearnerLostError,
+    RunLockedError,
     RunWriteError,
     TrainingStopped,
 )
 from ppo.evaluation.evaluate import evaluate_run
+from ppo.learners import Learners
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import Progress, train
@@ -34,6 +39,7 @@ from tests.ppo.runs import (
     Maker,
     counters,
     eagerly,
+    eights,
     parameters,
     rows_of,
     run,
@@ -43,11 +49,6 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
 
 #: With several minibatches, the order of the rows affects the parameters.
 SHUFFLED = SMALL.replace(minibatch_size=8)
-
-
-def eights(num_envs: int) -> CountingBatchEnv:
-    """Return envs whose episodes end with each rollout, so stopping interrupts none."""
-    return CountingBatchEnv([8] * num_envs)
 
 
 @pytest.fixture(scope="module")
@@ -188,12 +189,46 @@ def test_resuming_without_the_checkpoints_is_an_error(tmp_path: Path) -> None:
     assert maker.made == []
 
 
+def test_a_run_is_locked_before_its_counters_are_read(tmp_path: Path) -> None:
+    run_folder, maker = RunFolder.create(tmp_path / "run", SMALL), Maker()
+    with run_folder.locked(), pytest.raises(RunLockedError):
+        run(run_folder.path, maker=maker, resume=True)
+    assert maker.made == []
+
+
+def test_loss_of_a_learner_before_the_first_iteration_is_an_error(
+    tmp_path: Path,
+) -> None:
+    learners = Learners(["a:1", "b:1"], 1)
+    message = "Collective ops is aborted by: /job:worker/replica:0/task:0 has exited"
+    error = tf.errors.UnavailableError(None, None, message)
+    with (
+        mock.patch.object(learners, "gather", side_effect=error),
+        pytest.raises(LearnerLostError, match="Learner 1: learner 0 exited"),
+    ):
+        run(tmp_path / "run", learners=learners)
+
+
 def test_lost_steps_are_not_counted(tmp_path: Path) -> None:
     lost = frozenset((step, 0) for step in range(8)) | {(3, 1)}
     result = run(tmp_path / "run", maker=losing(lost))
     assert result.steps == 64 - 9
     assert result.lost_steps == 9
     assert rows_of(tmp_path / "run")[0]["invalid_steps"] == 9
+
+
+def test_an_episode_whose_end_arrives_late_is_not_lost(tmp_path: Path) -> None:
+    class Late(CountingBatchEnv):
+        def step(self, actions: np.ndarray, out: Any = None) -> Any:
+            result = super().step(actions, out)
+            if len(self.actions) == 3:  # the end of the first episodes
+                out.valid[0], out.status[0] = False, Status.LATE
+            return result
+
+    config = SMALL.replace(total_steps=16)
+    run(tmp_path / "run", config, Maker(lambda num_envs: Late([3] * num_envs)))
+    row = rows_of(tmp_path / "run")[0]
+    assert (row["invalid_steps"], row["lost_episodes"]) == (1, 0)
 
 
 def test_iteration_without_valid_steps_is_an_error_and_changes_nothing(
@@ -256,6 +291,24 @@ def test_a_stopped_rollout_leaves_a_checkpoint_of_the_iteration_before(
     assert (tmp_path / "run" / "checkpoints").exists() == (num_saved > 0)
     if num_saved:
         assert counters(tmp_path / "run") == (num_saved, 16 * num_saved)
+
+
+def test_a_run_without_rows_of_metrics_can_be_stopped(tmp_path: Path) -> None:
+    """The run was killed after its first checkpoint, but before its first report."""
+    config, steps = SMALL.replace(report_every=64), itertools.count()
+
+    def interrupt() -> None:
+        if next(steps) == 20:
+            raise KeyboardInterrupt
+
+    def stop() -> None:
+        raise TrainingStopped
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "run", config, on_step=interrupt)
+    assert rows_of(tmp_path / "run") == []
+    result = run(tmp_path / "run", config, resume=True, on_step=stop)
+    assert (result.steps, result.is_finished, result.curve) == (32, False, ())
 
 
 def test_error_of_the_envs_is_raised_unchanged_after_a_checkpoint(

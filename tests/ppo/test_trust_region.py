@@ -1,5 +1,6 @@
 """The trust region: a bad batch, rollback of epochs, and gradient clipping."""
 
+import itertools
 from typing import Any
 
 import keras
@@ -14,8 +15,9 @@ from ppo.algorithms.ppo.trust_region import (
 )
 from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
-from ppo.errors import ConfigError
-from tests.ppo.runs import Learner, parameters
+from ppo.errors import ConfigError, DivergedError
+from ppo.learning import losses
+from tests.ppo.runs import Learner, eagerly, parameters
 from tests.ppo.test_update import CONFIG, collect, make
 
 #: A policy with a small standard deviation: small changes of its mean cause a large KL.
@@ -126,6 +128,20 @@ def test_a_shared_torso_ends_the_update_at_the_first_rollback() -> None:
     assert subject.update()["epochs_run"] == 0.0
     np.testing.assert_array_equal(before, parameters(subject.agent))
     assert subject.updater.optimizer.iterations == 2
+
+
+@eagerly()
+def test_gradients_that_are_not_finite_in_an_undone_epoch_are_an_error() -> None:
+    """With one minibatch per epoch, the gradients of the next epoch are finite."""
+    epochs = itertools.count()
+
+    def policy_loss(**terms: Any) -> tf.Tensor:
+        return losses.policy_loss(**terms) * (np.nan if next(epochs) == 1 else 1.0)
+
+    config = CONFIG.replace(minibatch_size=16)
+    agent = make(config)
+    with pytest.raises(DivergedError, match="finite gradient norm, got nan"):
+        Updater(agent, config, policy_loss).update(collect(agent), seed=(3, 4))
 
 
 def test_gradients_are_clipped_per_network() -> None:

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
@@ -135,7 +136,12 @@ class Updater:
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
         # Non-finite gradients make all later gradients non-finite, so checking the last
-        # epoch is sufficient.
+        # epoch is sufficient. A rollback restores the parameters, however, and only the
+        # second moments of the optimizer remain non-finite.
+        if metrics["undone_epochs"] and not all(
+            np.isfinite(variable).all() for variable in self.optimizer.variables
+        ):
+            norm = math.nan
         if not math.isfinite(norm):
             raise DivergedError(
                 f"Update: expected a finite gradient norm, got {norm}; training has "
