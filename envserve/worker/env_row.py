@@ -217,8 +217,9 @@ class EnvRow:
         if is_over:
             terminated = convert_flag("terminated", terminated)
             truncated = convert_flag("truncated", truncated)
-            episode_info = self._end_episode(observation, reward, info)
-            return reward, terminated, truncated, episode_info
+            if terminated or truncated:  # unlike a list, which is true if it has items
+                episode_info = self._end_episode(observation, reward, info)
+                return reward, terminated, truncated, episode_info
         # Fast path of `_write` for a space with a single array.
         if (
             type(observation) is np.ndarray
