@@ -129,6 +129,7 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
     "invalid",
     [
         *([0, 0], [0, 2], [0, -1], [1, 0, 1]),
+        Reset(0, env_indices=()),
         Reset(0, env_indices=(2,)),
         Reset(1, env_indices=(1,)),
         Reset(0, env_indices=(-1,)),
