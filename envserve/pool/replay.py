@@ -151,7 +151,7 @@ def _receive_result(
             number = message.sequence
         elif message.kind is MessageKind.VIDEO_FRAME:
             if on_frame:
-                on_frame(*codec.decode(message.payload))
+                on_frame(*codec.decode(message.payload, max_bytes=1 << 26))
         elif message.kind is MessageKind.READY:
             text = f"did not crash in {counted(len(repro.played.actions[0]), 'action')}"
             if repro.end.status is Status.OK:  # a flight record, without a fault
