@@ -273,7 +273,12 @@ class BlockOperations:
             slot = self._slots[index] if index < len(self._slots) else None
             if worker.state is not WorkerState.SERVING:
                 return  # the worker was killed before this event was read
-            if slot is None or not slot.kind or slot.sequence != event.sequence:
+            if (
+                slot is None
+                or slot.worker is not worker
+                or not slot.kind
+                or slot.sequence != event.sequence
+            ):
                 worker.kill(
                     f"replied to an operation that was not submitted (block {index})",
                     now,
