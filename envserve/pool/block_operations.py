@@ -387,6 +387,10 @@ class BlockOperations:
         slot.resetting.difference_update(task.reset_rows)
         if len(task.reset_rows) == len(slot.block.rows):
             self.losses.pop(slot.block.index, None)
+        elif faults and self._workers.config.vectorized:
+            # The vector env was replaced, which has ended the episodes of all its rows.
+            text = "the vector env was replaced, because a reset of some rows failed"
+            self.losses.setdefault(slot.block.index, Lost(Status.WORKER_DIED, text))
         has_arguments = bool(task.payload)  # errors are usually the caller's mistakes
         failures = [] if has_arguments else faults
         self._log_failures(slot, failures, outcome.retried, now)

@@ -10,12 +10,13 @@ import pytest
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
+from envserve.lane import Reset
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.oracle.vector_envs import MODES
 
 from .conftest import MakeBatch
-from .pool_driver import PoolMaker, step
+from .pool_driver import PoolMaker, assert_lost, reset, step
 
 NUM_ENVS = 5
 
@@ -253,6 +254,22 @@ def test_without_a_mask_a_partial_reset_is_rejected(make_batch: MakeBatch) -> No
     with pytest.raises(EnvError, match=text):
         batch.reset([1])
     batch.reset([0, 1])
+
+
+def test_a_failed_reset_of_some_rows_costs_all_rows_of_a_block_their_episode(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(
+        MODES["next_step"], 3, 1, vectorized=True, autoreset="next_step"
+    )
+    step(pool, 0)
+    (failed,) = reset(pool, Reset(0, (1,)))
+    assert "does not support reset_mask" in str(failed.error)
+    (outcome,) = step(pool, 0)
+    assert_lost(pool, outcome, "a reset of some rows failed")
+    for _ in range(2):
+        assert not step(pool, 0)[0].faults
+    assert pool.rows.observation[0].tolist() == [1, 1, 1]
 
 
 def test_resets_accept_options_and_missing_seeds(make_batch: MakeBatch) -> None:
