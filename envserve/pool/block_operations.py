@@ -459,7 +459,7 @@ class BlockOperations:
         if self.state == "starting":
             self._workers.error = self._workers.error or worker.error
             return
-        self.metrics.restarts += 1
+        self.metrics.restarts += worker.error is None
         self.fault_log.clear_records(worker)
         text = f"{worker.label} {lost.text}"
         loss = Lost(lost.status, f"{text}{worker.stderr_note}")

@@ -174,11 +174,11 @@ class WorkerSet:
         any state.
 
         Returns:
-          The old workers. Workers that could not be killed are not replaced.
+          The old workers. Those that have failed are ended, but not replaced.
         """
         if self.spec is None:
             self._specs, self.slab = {}, None
-        old = [worker for worker in self.all if worker.error is None]
+        old = [*self.all]
         for worker in old:
             worker.kill_and_wait(reason, now)
             if worker.error is None:
