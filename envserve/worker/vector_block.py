@@ -278,7 +278,7 @@ class VectorBlock:
         rows.terminated[mask] = rows.truncated[mask] = False
         rows.status[mask] = Status.OK
         start, size = self.rows.start, len(self.rows)
-        reported = numbers if infos and self._config.infos == "all" else ()
+        reported = sorted(numbers) if infos and self._config.infos == "all" else ()
         pairs = ((row, _row_info(infos, row - start, size)) for row in reported)
         by_row = {row: info for row, info in pairs if info}
         return self._encode_report(faults, by_row, self._checks.take_warnings())

@@ -15,6 +15,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.slab import Status
 from tests.envserve.session_fakes import make_call
+from tests.oracle.vector_envs import MODES
 
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, call, gather, kill, reset, step
 
@@ -152,6 +153,16 @@ def test_an_invalid_submission_starts_nothing(
     assert not pool.is_busy
     assert not any(outcome.faults for outcome in step(pool, 1))
     assert pool.rows.observation[0][:, 2].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_rows_can_be_reset_in_any_order(make_pool: PoolMaker, vectorized: bool) -> None:
+    options = {"vectorized": vectorized, "autoreset": "disabled", "infos": "all"}
+    pool = make_pool.and_reset(MODES["disabled"], 4, 1, **options)
+    for _ in range(2):
+        (outcome,) = reset(pool, Reset(0, (3, 1, 2, 0)))
+        assert outcome.infos.keys() == {0, 1, 2, 3}
+    assert pool.stats()["restarts"] == 0
 
 
 def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
