@@ -229,7 +229,7 @@ class VectorBlock:
             by_row.pop(row, None)
             if row in first:
                 by_row[row] = first[row]
-        return by_row
+        return dict(sorted(by_row.items()))
 
     def _infos_by_row(
         self, infos: _Infos, ended: Array, begun: _Infos

@@ -173,6 +173,20 @@ def test_rows_that_are_not_reset_after_a_fault_begin_in_the_next_step(
         np.testing.assert_equal(final[0], leaf[0])
 
 
+def test_the_first_row_may_begin_in_the_next_step_after_a_fault(
+    make_batch: MakeBatch,
+) -> None:
+    options = {"env_kwargs": {"fault": "raise", "kind": "masked"}, "infos": "all"}
+    batch = faulty(make_batch, "raise", seed=3, **options)
+    for _ in range(3):
+        batch.step([3, 0, 0, 0])
+        batch.reset([1])
+        for _ in range(2):
+            result = batch.step([1] * 4)
+            assert result.valid.all()
+            assert [*result.infos] == [0, 1, 2, 3]
+
+
 def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     make_pool: PoolMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
