@@ -241,7 +241,10 @@ class BlockOperations:
                 if tasks:
                     slot.task = tasks[position]
                 if index in self.losses:
-                    self._begin_lost_block(slot)
+                    slot.save_final_observation(self._rows)
+                    self.has_new_absent = True
+                    if worker.error is not None:
+                        self._finish(slot, Outcome(index, error=worker.error))
                 message = slot.message(index in self.losses, self._lost_payload)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
@@ -257,12 +260,6 @@ class BlockOperations:
             self.metrics.begin_episodes(rows, block.index)
             if reset.options:
                 self.fault_log.reset_options.update(dict.fromkeys(rows, reset.options))
-
-    def _begin_lost_block(self, slot: _BlockSlot) -> None:
-        slot.save_final_observation(self._rows)
-        self.has_new_absent = True
-        if slot.worker.error is not None:
-            self._finish(slot, Outcome(slot.block.index, error=slot.worker.error))
 
     # Events of workers.
 
@@ -576,12 +573,6 @@ class BlockOperations:
             copy_final_to_observation(self._rows, rows)
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
-
-    def release(self, now: float) -> None:
-        """Log suppressed faults, and release the slab, because the pool is closed."""
-        self.fault_log.log_suppressed(now, 0.0)
-        del self.fault_log
-        self.metrics.slab = None
 
     def _slots_of(self, worker: SupervisedWorker) -> list[_BlockSlot]:
         return [slot for slot in self._slots if slot.worker is worker]

@@ -388,7 +388,9 @@ class Pool:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True
-            self._operations.release(self._clock())
+            self._operations.fault_log.log_suppressed(self._clock(), 0.0)
+            del self._operations.fault_log  # it uses the slab
+            self.metrics.slab = None
 
     def __enter__(self) -> Self:
         return self

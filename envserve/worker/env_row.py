@@ -134,11 +134,9 @@ class EnvRow:
         spec = self._spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
-        self._single_leaf = self._single_dtype = self._single_shape = None
-        for leaf in self._leaves:
-            if leaf.space is self._space and not leaf.is_encoded:
-                self._single_leaf, self._single_dtype = leaf, leaf.dtype
-                self._single_shape = leaf.shape
+        self._single_leaf = leaf = spec.single_observation
+        self._single_dtype = None if leaf is None else leaf.dtype
+        self._single_shape = None if leaf is None else leaf.shape
         return spec
 
     def rebuild(self) -> None:
