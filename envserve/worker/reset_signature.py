@@ -53,9 +53,10 @@ class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._missing = missing
 
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *positional: Any, **arguments: Any) -> tuple[Any, dict[str, Any]]:
         for name in self._missing:
-            if arguments.pop(name) not in (None, {}):
+            # A wrapper around this one may pass only what the env declares.
+            if arguments.pop(name, None) not in (None, {}):
                 env_type = type(self.env).__name__
                 raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
-        return self.env.reset(**arguments)
+        return self.env.reset(*positional, **arguments)
