@@ -8,6 +8,7 @@ episodes of all these rows, and the vector env is rebuilt.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -423,7 +424,8 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
             f"vector_entry_point='my_module:MyVectorEnv')"
         )
     context = config.context_of(rows.start, config.worker, config.num_workers)
-    mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
+    # Envs may change their arguments, but each env gets the original ones.
+    mode, kwargs = "vector_entry_point", context.fill(copy.deepcopy(config.env_kwargs))
     prepare_rendering(kwargs)
     with context.activate():
         return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)

@@ -333,6 +333,12 @@ class Counts(gymnasium.vector.VectorEnv):
         if self.has_final: infos["final_obs"] = final
         return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
 
+class Adding(Counts):
+    def __init__(self, num_envs, start):
+        super().__init__(num_envs, "Disabled")
+        start += 1
+        self.start = start
+
 class SilentError(ValueError):
     def __str__(self): raise RuntimeError("the server is gone")
 
@@ -355,6 +361,7 @@ class Odd(Counts):
     def step(self, actions): return super().step(actions)[:4]
 
 gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
+gymnasium.register("Adding-v0", None, vector_entry_point="counts_file:Adding")
 gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
@@ -382,6 +389,16 @@ def test_a_simulator_that_cannot_be_used_is_rejected_with_a_sentence(
     with pytest.raises(EnvStartError, match=text) as caught:
         BatchEnv.local(name, 4, 2, env_kwargs=kwargs, **batched)
     assert "Traceback" not in str(caught.value)
+
+
+def test_vector_envs_that_change_their_arguments_do_not_affect_each_other(
+    batched: dict[str, Any],
+) -> None:
+    kwargs = {"start": np.zeros(1)}
+    with BatchEnv.local(
+        "Adding-v0", 4, 1, num_splits=2, env_kwargs=kwargs, **batched
+    ) as batch:
+        assert [start.item() for start in batch.get_attr("start")] == [1.0] * 4
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(
