@@ -126,7 +126,7 @@ def test_a_transition_that_is_not_in_the_table_is_an_error(
     fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
-    (worker,) = fake_pool.pool._workers.all
+    worker = fake_pool.supervised
     with pytest.raises(AssertionError, match=r"SERVING.* cannot change to STARTING"):
         worker._set_state(WorkerState.STARTING)
     assert worker.state is WorkerState.SERVING
@@ -239,7 +239,7 @@ def test_a_failed_worker_stays_failed_if_the_pool_is_invalidated(
 ) -> None:
     """The interrupt may come before the pool has processed the worker's exit."""
     fake_pool.start_step()
-    culprit, (failed,) = fake_pool.worker, fake_pool.pool._workers.all
+    culprit, failed = fake_pool.worker, fake_pool.supervised
     failed.error = EnvError("every step has failed")
     if is_lost:
         culprit.die(-9)
