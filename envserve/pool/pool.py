@@ -87,7 +87,8 @@ class Pool:
           clock: Returns monotonic seconds.
 
         Raises:
-          EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
+          EnvStartError: The `env_kwargs` or `wrappers` are not plain values, or are too
+            large.
         """
         self.config = config
         self.num_envs = config.num_envs

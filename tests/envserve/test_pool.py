@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
@@ -172,9 +172,12 @@ def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
     assert pool._workers.slab is None
 
 
-def test_env_kwargs_that_cannot_be_encoded_raise_an_envserve_error() -> None:
+def test_env_kwargs_that_cannot_be_sent_raise_an_envserve_error() -> None:
     with pytest.raises(EnvserveError, match="builtin_function_or_method"):
         Pool(PoolMaker.config(LEDGER, 1, 1, env_kwargs={"f": print}))
+    large = {"data": np.zeros(9_000_000)}
+    with pytest.raises(EnvStartError, match="at most 64 MiB of data; got 68 MiB"):
+        Pool(PoolMaker.config(LEDGER, 1, 1, env_kwargs=large))
 
 
 # Calls.
