@@ -116,8 +116,9 @@ class EnvRow:
         prepare_rendering(kwargs)
         with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
+        complete_reset_signature(env, needs_seed=request.seeded)
         self.step = self._first_step  # type: ignore[method-assign]  # first call only
-        self._env = complete_reset_signature(env, needs_seed=request.seeded)
+        self._env = env
         self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True

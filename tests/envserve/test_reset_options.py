@@ -151,18 +151,26 @@ class SeedOnlyEnv(gymnasium.Env[Any, Any]):
         return seed, {}
 
 
+class SeedOnlyDuck:
+    """An env that does not derive from `gymnasium.Env`."""
+
+    reset = SeedOnlyEnv.reset
+
+
 @pytest.mark.parametrize(
     "reset", [lambda env, seed: env.reset(seed=seed), lambda env, seed: env.reset(seed)]
 )
-def test_a_wrapper_may_pass_only_the_arguments_that_its_env_declares(
+def test_only_the_arguments_that_an_env_declares_are_passed(
     reset: Callable[..., Any],
 ) -> None:
     class Wrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         def reset(self, *, seed: Any = None, options: Any = None) -> Any:
             return reset(self.env, seed)
 
-    env = complete_reset_signature(Wrapper(SeedOnlyEnv()), needs_seed=True)
-    assert env.reset(seed=3, options=None) == (3, {})
+    env: Any
+    for env in (Wrapper(SeedOnlyEnv()), SeedOnlyDuck()):
+        complete_reset_signature(env, needs_seed=True)
+        assert env.reset(seed=3, options=None) == (3, {})
 
 
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(
