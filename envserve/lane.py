@@ -143,19 +143,19 @@ class Reset:
         """Return the rows to reset.
 
         Raises:
-          LocalProtocolError: The rows are not distinct rows of the block, or there is
-            not one valid seed per row.
+          LocalProtocolError: There are no rows, they are not distinct rows of the
+            block, or there is not one valid seed per row.
         """
         rows, seeds = block.rows, self.seeds
         listed = rows if self.env_indices is None else self.env_indices
-        are_rows = len({*listed}) == len(listed) and {*listed} <= {*rows}
+        are_rows = 0 < len({*listed}) == len(listed) and {*listed} <= {*rows}
         values = [0] * len(listed) if seeds is None else [seed or 0 for seed in seeds]
         fits = len(values) == len(listed) and all(0 <= seed < 2**63 for seed in values)
         if not (are_rows and fits):
             raise LocalProtocolError(
-                f"block {block.index}: expected distinct rows in {rows}, each with a "
-                f"seed in [0, 2**63) or None; got rows {listed!s:.200} and seeds "
-                f"{seeds!s:.200}"
+                f"block {block.index}: expected one or more distinct rows in {rows}, "
+                f"each with a seed in [0, 2**63) or None; got rows {listed!s:.200} and "
+                f"seeds {seeds!s:.200}"
             )
         return listed
 

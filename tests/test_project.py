@@ -274,7 +274,7 @@ PRIVATE_USES = """
     planted_worker_bugs=1 test_absence=1 test_action_ring=3
     test_compiled_code=2 test_doctor=14 test_drain=1 test_evaluate=1
     test_fault_log=9 test_launcher=10 test_learners=1 test_lost_blocks=1
-    test_metrics_port=1 test_misbehaving_workers=3 test_page=1 test_page_attacked=2
+    test_metrics_port=1 test_misbehaving_workers=2 test_page=1 test_page_attacked=2
     test_pool=1 test_pool_interrupts=4 test_pool_lifetime=5 test_remote_lane=5
     test_remote_lane_interrupts=4 test_replay=1 test_progress=2
     test_server_pool=1 test_server_loop=7 test_session_reports=1 test_status=3

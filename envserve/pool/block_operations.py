@@ -241,7 +241,10 @@ class BlockOperations:
                 if tasks:
                     slot.task = tasks[position]
                 if index in self.losses:
-                    self._begin_lost_block(slot)
+                    slot.save_final_observation(self._rows)
+                    self.has_new_absent = True
+                    if worker.error is not None:
+                        self._finish(slot, Outcome(index, error=worker.error))
                 message = slot.message(index in self.losses, self._lost_payload)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
@@ -258,12 +261,6 @@ class BlockOperations:
             if reset.options:
                 self.fault_log.reset_options.update(dict.fromkeys(rows, reset.options))
 
-    def _begin_lost_block(self, slot: _BlockSlot) -> None:
-        slot.save_final_observation(self._rows)
-        self.has_new_absent = True
-        if slot.worker.error is not None:
-            self._finish(slot, Outcome(slot.block.index, error=slot.worker.error))
-
     # Events of workers.
 
     def handle(self, worker: SupervisedWorker, event: Event, now: float) -> None:
@@ -273,7 +270,12 @@ class BlockOperations:
             slot = self._slots[index] if index < len(self._slots) else None
             if worker.state is not WorkerState.SERVING:
                 return  # the worker was killed before this event was read
-            if slot is None or not slot.kind or slot.sequence != event.sequence:
+            if (
+                slot is None
+                or slot.worker is not worker
+                or not slot.kind
+                or slot.sequence != event.sequence
+            ):
                 worker.kill(
                     f"replied to an operation that was not submitted (block {index})",
                     now,
@@ -382,6 +384,10 @@ class BlockOperations:
         slot.resetting.difference_update(task.reset_rows)
         if len(task.reset_rows) == len(slot.block.rows):
             self.losses.pop(slot.block.index, None)
+        elif faults and self._workers.config.vectorized:
+            # The vector env was replaced, which has ended the episodes of all its rows.
+            text = "the vector env was replaced, because a reset of some rows failed"
+            self.losses.setdefault(slot.block.index, Lost(Status.WORKER_DIED, text))
         has_arguments = bool(task.payload)  # errors are usually the caller's mistakes
         failures = [] if has_arguments else faults
         self._log_failures(slot, failures, outcome.retried, now)
@@ -450,7 +456,7 @@ class BlockOperations:
         if self.state == "starting":
             self._workers.error = self._workers.error or worker.error
             return
-        self.metrics.restarts += 1
+        self.metrics.restarts += worker.error is None
         self.fault_log.clear_records(worker)
         text = f"{worker.label} {lost.text}"
         loss = Lost(lost.status, f"{text}{worker.stderr_note}")
@@ -567,12 +573,6 @@ class BlockOperations:
             copy_final_to_observation(self._rows, rows)
         self.num_in_flight, self.likely_last = 0, None
         self.outcomes, self.has_new_absent = [], False
-
-    def release(self, now: float) -> None:
-        """Log suppressed faults, and release the slab, because the pool is closed."""
-        self.fault_log.log_suppressed(now, 0.0)
-        del self.fault_log
-        self.metrics.slab = None
 
     def _slots_of(self, worker: SupervisedWorker) -> list[_BlockSlot]:
         return [slot for slot in self._slots if slot.worker is worker]

@@ -218,7 +218,6 @@ class Launcher:
         self._start_template()
 
     def _start_template(self) -> None:
-        _ensure_standard_streams()
         own_end, template_end = _socket_pair()
         self._channel = Channel(own_end)
         self._template_error = ""
@@ -506,6 +505,7 @@ class Launcher:
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
     try:
+        _ensure_standard_streams()
         return socket.socketpair()
     except OSError as error:
         raise_if_from_handler(error)

@@ -87,7 +87,8 @@ class Pool:
           clock: Returns monotonic seconds.
 
         Raises:
-          EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
+          EnvStartError: The `env_kwargs` or `wrappers` are not plain values, or are too
+            large.
         """
         self.config = config
         self.num_envs = config.num_envs
@@ -388,7 +389,9 @@ class Pool:
             self.begin_close()
             self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
             self._is_released = True
-            self._operations.release(self._clock())
+            self._operations.fault_log.log_suppressed(self._clock(), 0.0)
+            del self._operations.fault_log  # it uses the slab
+            self.metrics.slab = None
 
     def __enter__(self) -> Self:
         return self

@@ -100,7 +100,8 @@ class PoolMetrics:
         for row in block.rows:
             self.num_recoveries += 1
             self.recoveries.append((self.num_recoveries, row, milliseconds))
-        self.begin_episodes(block.rows, index)
+            self._first_steps[row] = self.steps[index] + self._first_step_offset
+            self._returns[row] = 0.0
 
     def begin_episodes(self, rows: Iterable[int], block: int) -> None:
         """Record that episodes of these rows begin with the block's next step."""
@@ -138,15 +139,12 @@ class PoolMetrics:
         start = self._blocks[index].start
         while position >= 0:
             first_step = self._first_steps[start + position]
-            is_valid = status.item(position) == OK
-            if first_step is not None and is_valid:
+            if first_step is not None and status.item(position) == OK:
                 self.num_episodes += 1
                 episode = self.num_episodes, start + position, returns.item(position)
                 self.episodes.append((*episode, steps - first_step))
             returns[position] = 0.0
-            self._first_steps[start + position] = steps + (
-                self._first_step_offset if is_valid else 0
-            )
+            self._first_steps[start + position] = steps + self._first_step_offset
             position = ended.find(1, position + 1)
 
     def _bin_durations(self) -> Array:

@@ -25,7 +25,12 @@ from envserve.regular_file import open_regular
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.text import counted, exception_line, one_line
-from envserve.worker.channel import ChannelMessage, MessageKind, pack_message
+from envserve.worker.channel import (
+    MAX_MESSAGE_BYTES,
+    ChannelMessage,
+    MessageKind,
+    pack_message,
+)
 
 OnFrame = Callable[[float, Any], None]
 
@@ -151,7 +156,7 @@ def _receive_result(
             number = message.sequence
         elif message.kind is MessageKind.VIDEO_FRAME:
             if on_frame:
-                on_frame(*codec.decode(message.payload))
+                on_frame(*codec.decode(message.payload, max_bytes=MAX_MESSAGE_BYTES))
         elif message.kind is MessageKind.READY:
             text = f"did not crash in {counted(len(repro.played.actions[0]), 'action')}"
             if repro.end.status is Status.OK:  # a flight record, without a fault

@@ -247,7 +247,9 @@ class SupervisedWorker:
         """
         if self.process is not None:
             self.process.kill(reason, now)
-            if self.process.wait_exit(KILL_SECONDS) is None:
+            exit_ = self.process.wait_exit(KILL_SECONDS)
+            # A process without an id is not forked yet, and is killed once it is.
+            if exit_ is None and self.process.pid is not None:
                 self._abandon_unkillable(self.process)
         self.abandon()
 
@@ -297,7 +299,10 @@ class SupervisedWorker:
             self.kill("did not exit when it was asked to", now)
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds
-            if now - self._beat_at > limit:
+            if self.process.pid is None:
+                # The template may still import modules; the launcher limits this time.
+                self._beat_at = now
+            elif now - self._beat_at > limit:
                 work = (
                     f"import {self._importing}" if self._importing else "build an env"
                 )

@@ -28,10 +28,15 @@ from envserve.settings import PoolSettings
 from envserve.slab import Slab, rows_mib
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
+from envserve.worker.channel import MAX_MESSAGE_BYTES
 from envserve.worker.frame_board import FrameBoard, board_nbytes
 from envserve.wrappers.specs import wrappers_to_plain
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: Upper bounds for the size of a BUILD message without the arguments and the code of
+#: envs: a constant, and bytes per row.
+_BUILD_BYTES: Final = 1 << 14
+_BUILD_ROW_BYTES: Final = 16
 
 
 class WorkerSet:
@@ -67,13 +72,22 @@ class WorkerSet:
           clock: Returns monotonic seconds.
 
         Raises:
-          EnvStartError: The `env_kwargs` or `wrappers` are not plain values.
+          EnvStartError: The `env_kwargs` or `wrappers` are not plain values, or are too
+            large.
         """
+        arguments = [config.env_kwargs, wrappers_to_plain(config.wrappers)]
         try:
-            codec.encode(config.env_kwargs, keep_types=True)
-            codec.encode(wrappers_to_plain(config.wrappers), keep_types=True)
+            size = len(codec.encode(arguments, keep_types=True))
         except codec.CodecError as error:
             raise EnvStartError(f"env_kwargs or wrappers: {error}") from None
+        size += len(config.pickled_code) + _BUILD_BYTES
+        size += _BUILD_ROW_BYTES * config.num_envs
+        if size > MAX_MESSAGE_BYTES:
+            raise EnvStartError(
+                f"env_kwargs and wrappers: expected at most {MAX_MESSAGE_BYTES >> 20} "
+                f"MiB of data; got {size >> 20} MiB; load the data in the env's "
+                f"constructor, for example from a file"
+            )
         self.incarnations = [config.first_incarnation] * config.num_envs
         self.watch_seconds = watch_seconds(config)
         self.watch_at = clock()
@@ -174,11 +188,11 @@ class WorkerSet:
         any state.
 
         Returns:
-          The old workers. Workers that could not be killed are not replaced.
+          The old workers. Those that have failed are ended, but not replaced.
         """
         if self.spec is None:
             self._specs, self.slab = {}, None
-        old = [worker for worker in self.all if worker.error is None]
+        old = [*self.all]
         for worker in old:
             worker.kill_and_wait(reason, now)
             if worker.error is None:

@@ -327,7 +327,12 @@ def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list
 
 def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
     """Rebuild a nested value of the space from its leaves; the inverse of `flatten`."""
-    return _unflatten(space, iter(leaves))
+    remaining = iter(leaves)  # an iterator returns itself
+    if isinstance(space, spaces.Dict):
+        return {key: unflatten(child, remaining) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(unflatten(child, remaining) for child in space.spaces)
+    return next(remaining)
 
 
 def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
@@ -343,14 +348,6 @@ def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
     """
     leaves = flatten(space, batch)
     return [unflatten(space, [leaf[row] for leaf in leaves]) for row in rows]
-
-
-def _unflatten(space: Space[Any], leaves: Iterator[Any]) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _unflatten(child, leaves) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(_unflatten(child, leaves) for child in space.spaces)
-    return next(leaves)
 
 
 def is_finite(array: Array) -> bool:

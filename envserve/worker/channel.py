@@ -86,7 +86,7 @@ REQUEST_ERRORS: Final = {
 }
 _KINDS: Final = {int(kind): kind for kind in MessageKind}
 #: Maximum payload size of messages whose kind is not in `_MAX_BYTES_BY_KIND`.
-_MAX_BYTES: Final = 64 << 20
+MAX_MESSAGE_BYTES: Final = 64 << 20
 #: Maximum payload sizes of messages from workers. They are lower than those of messages
 #: to workers, because one loop decodes the messages of all workers.
 _MAX_BYTES_BY_KIND: Final = {
@@ -165,9 +165,9 @@ class MessageDecoder:
         while len(buffer) - offset >= HEADER.size:
             code, block, sequence, length = HEADER.unpack_from(buffer, offset)
             kind = _KINDS.get(code)
-            limit = (
-                _MAX_BYTES if kind is None else _MAX_BYTES_BY_KIND.get(kind, _MAX_BYTES)
-            )
+            limit = MAX_MESSAGE_BYTES
+            if kind is not None:
+                limit = _MAX_BYTES_BY_KIND.get(kind, limit)
             if kind is None or length > limit:
                 raise WorkerError(
                     f"expected a message of a known kind, of at most {limit} bytes; "

@@ -206,6 +206,7 @@ class EnvBlock:
             rows.reward[row] = 0.0
             rows.terminated[row] = rows.truncated[row] = False
             rows.status[row] = OK
+        infos = dict(sorted(infos.items()))  # the rows may be listed in any order
         return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 
     def _reset_or_rebuild(

@@ -116,8 +116,9 @@ class EnvRow:
         prepare_rendering(kwargs)
         with self._context.activate():
             env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
+        complete_reset_signature(env, needs_seed=request.seeded)
         self.step = self._first_step  # type: ignore[method-assign]  # first call only
-        self._env = complete_reset_signature(env, needs_seed=request.seeded)
+        self._env = env
         self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
@@ -134,11 +135,9 @@ class EnvRow:
         spec = self._spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
-        self._single_leaf = self._single_dtype = self._single_shape = None
-        for leaf in self._leaves:
-            if leaf.space is self._space and not leaf.is_encoded:
-                self._single_leaf, self._single_dtype = leaf, leaf.dtype
-                self._single_shape = leaf.shape
+        self._single_leaf = leaf = spec.single_observation
+        self._single_dtype = None if leaf is None else leaf.dtype
+        self._single_shape = None if leaf is None else leaf.shape
         return spec
 
     def rebuild(self) -> None:
@@ -217,8 +216,9 @@ class EnvRow:
         if is_over:
             terminated = convert_flag("terminated", terminated)
             truncated = convert_flag("truncated", truncated)
-            episode_info = self._end_episode(observation, reward, info)
-            return reward, terminated, truncated, episode_info
+            if terminated or truncated:  # unlike a list, which is true if it has items
+                episode_info = self._end_episode(observation, reward, info)
+                return reward, terminated, truncated, episode_info
         # Fast path of `_write` for a space with a single array.
         if (
             type(observation) is np.ndarray

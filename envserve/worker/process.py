@@ -31,6 +31,7 @@ from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import custom_space_classes
 from envserve.worker import replay_worker
 from envserve.worker.channel import (
+    MAX_MESSAGE_BYTES,
     REQUEST_ERRORS,
     BuildMessage,
     ChannelMessage,
@@ -84,7 +85,11 @@ def run(
             ):
                 return
             is_replay = build.kind is MessageKind.REPLAY
-            fields = {} if is_replay else codec.decode(build.payload, max_bytes=1 << 26)
+            fields = (
+                {}
+                if is_replay
+                else codec.decode(build.payload, max_bytes=MAX_MESSAGE_BYTES)
+            )
             if gpu := fields.get("gpu"):  # set before a module initialises CUDA
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 

@@ -7,6 +7,8 @@ raised.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import gymnasium
@@ -14,16 +16,14 @@ import gymnasium
 from envserve.envs.registry import parameters_of
 from envserve.errors import EnvStartError
 
-Env = gymnasium.Env[Any, Any]
-
 _REMEDY: Final = "declare `def reset(self, *, seed=None, options=None)`"
 
 
-def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
-    """Return an env whose `reset` takes a seed and options; adapt wrapped envs, too.
+def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
+    """Make the `reset` of an env, and of the envs in it, take a seed and options.
 
     Args:
-      env: The env.
+      env: The env, which need not derive from `gymnasium.Env`.
       needs_seed: Whether the first reset passes a seed.
 
     Raises:
@@ -31,31 +31,33 @@ def complete_reset_signature(env: Env, *, needs_seed: bool) -> Env:
         passes.
     """
     if isinstance(env, gymnasium.Wrapper):
-        env.env = complete_reset_signature(env.env, needs_seed=needs_seed)
+        complete_reset_signature(env.env, needs_seed=needs_seed)
     parameters = parameters_of(env.reset)
     if parameters is None or any(
         param.kind is param.VAR_KEYWORD for param in parameters.values()
     ):
-        return env
+        return
     missing = [name for name in ("seed", "options") if name not in parameters]
+    name = type(env).__name__
     if needs_seed and "seed" in missing:
         raise EnvStartError(
-            f"{type(env).__name__}.reset() does not accept seed, but the first reset "
-            f"of every env passes one; {_REMEDY}, or use seeded=False"
+            f"{name}.reset() does not accept seed, but the first reset of every env "
+            f"passes one; {_REMEDY}, or use seeded=False"
         )
-    return _DropMissingArguments(env, missing) if missing else env
+    if missing:
+        env.reset = partial(_reset_without, missing, name, env.reset)
 
 
-class _DropMissingArguments(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Drops arguments that the env's `reset` does not declare."""
-
-    def __init__(self, env: Env, missing: list[str]) -> None:
-        super().__init__(env)
-        self._missing = missing
-
-    def reset(self, **arguments: Any) -> tuple[Any, dict[str, Any]]:
-        for name in self._missing:
-            if arguments.pop(name) not in (None, {}):
-                env_type = type(self.env).__name__
-                raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
-        return self.env.reset(**arguments)
+def _reset_without(
+    missing: Sequence[str],
+    env_type: str,
+    reset: Callable[..., Any],
+    *positional: Any,
+    **arguments: Any,
+) -> Any:
+    """Call `reset` without the arguments that it does not declare."""
+    for name in missing:
+        # A wrapper around the env may pass only what the env declares.
+        if arguments.pop(name, None) not in (None, {}):
+            raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
+    return reset(*positional, **arguments)

@@ -178,8 +178,8 @@ class SpareRow:
         """
         if kind != "set":
             return self._active.call(kind, name, arguments, keywords)
-        value = copy.deepcopy(arguments[0])
         self._active.call("set", name, arguments)
+        value = self._active.attributes[name]  # a copy that the env does not change
         if self._spare_reset is None:
             self._set_attributes(self._spare, {name: value})
         else:

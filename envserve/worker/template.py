@@ -318,6 +318,7 @@ class _Template:
         self, modules: list[str], env_names: list[str] | None, lists_names: bool
     ) -> None:
         from envserve.envs import registry
+        from envserve.worker.worker_report import utf8_tail
 
         if env_names is None:
             self._worker_imports = modules
@@ -359,9 +360,13 @@ class _Template:
             )
         # A server that can create none of its envs must not become ready.
         has_envs = num_preloaded > 0 or not env_names
-        is_imported = has_envs and not self._import_error
         self._report(
-            {"imported": is_imported, "note": note, "names": names, "error": error}
+            {
+                "imported": has_envs and not self._import_error,
+                "note": note,
+                "names": names,
+                "error": utf8_tail(error),
+            }
         )
 
     def _share_resource_tracker(self) -> None:

@@ -8,6 +8,7 @@ episodes of all these rows, and the vector env is rebuilt.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -229,7 +230,7 @@ class VectorBlock:
             by_row.pop(row, None)
             if row in first:
                 by_row[row] = first[row]
-        return by_row
+        return dict(sorted(by_row.items()))
 
     def _infos_by_row(
         self, infos: _Infos, ended: Array, begun: _Infos
@@ -278,7 +279,7 @@ class VectorBlock:
         rows.terminated[mask] = rows.truncated[mask] = False
         rows.status[mask] = Status.OK
         start, size = self.rows.start, len(self.rows)
-        reported = numbers if infos and self._config.infos == "all" else ()
+        reported = sorted(numbers) if infos and self._config.infos == "all" else ()
         pairs = ((row, _row_info(infos, row - start, size)) for row in reported)
         by_row = {row: info for row, info in pairs if info}
         return self._encode_report(faults, by_row, self._checks.take_warnings())
@@ -423,7 +424,8 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
             f"vector_entry_point='my_module:MyVectorEnv')"
         )
     context = config.context_of(rows.start, config.worker, config.num_workers)
-    mode, kwargs = "vector_entry_point", context.fill(config.env_kwargs)
+    # Envs may change their arguments, but each env gets the original ones.
+    mode, kwargs = "vector_entry_point", context.fill(copy.deepcopy(config.env_kwargs))
     prepare_rendering(kwargs)
     with context.activate():
         return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from envserve.lane import Outcome
 from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.pool.pool import Pool
+from envserve.pool.supervisor import SupervisedWorker
 from envserve.pool.worker_states import Exit, WorkerState
 from envserve.settings import PoolSettings
 from envserve.slab import Status
@@ -147,6 +148,11 @@ class PoolOfFakeWorkers:
     def worker(self) -> FakeWorker:
         return self.launcher.workers[-1]
 
+    @property
+    def supervised(self) -> SupervisedWorker:
+        """The first worker, which outlives its processes."""
+        return self.pool._workers.all[0]
+
     def start_step(self) -> ChannelMessage:
         self.worker.become_ready()
         wait_for(self.pool, lambda: self.pool.is_ready)
@@ -163,8 +169,8 @@ class PoolOfFakeWorkers:
         wait_for(self.pool, lambda: self.worker is not culprit)
         self.worker.become_ready(action)
         if action is DISCRETE:
-            state = self.pool._workers.all[0]
-            wait_for(self.pool, lambda: state.state is WorkerState.SERVING)
+            supervised = self.supervised
+            wait_for(self.pool, lambda: supervised.state is WorkerState.SERVING)
             assert self.worker.receive().kind is MessageKind.SLAB
         return self.worker
 

@@ -274,15 +274,19 @@ def test_template_without_free_descriptors_reports_that_and_survives(
     assert first.exits == []
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
+@pytest.mark.parametrize("num_free", [0, 1, 3])
 def test_lack_of_descriptors_is_a_worker_error(
-    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+    launcher: Launcher, num_free: int
 ) -> None:
-    def refuse() -> None:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(socket, "socketpair", refuse)
-    with pytest.raises(WorkerError, match="Too many open files"):
-        launcher.launch()
+    limit = limit_for_descriptors(os.getpid(), num_free)
+    # The open file replaces the descriptor with which the others were listed.
+    with resource_limit(os.getpid(), resource.RLIMIT_NOFILE, limit), open(os.devnull):
+        with pytest.raises(WorkerError, match="Too many open files"):
+            Launcher()
+        if num_free < 2:
+            with pytest.raises(WorkerError, match="Too many open files"):
+                launcher.launch()
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gymnasium import spaces
 
-from envserve.errors import EnvStartError, WorkerError
+from envserve.errors import EnvError, EnvStartError, WorkerError
 from envserve.lane import Outcome
 from envserve.pool.worker_states import WorkerState
 from envserve.slab import Status
@@ -126,10 +126,25 @@ def test_a_transition_that_is_not_in_the_table_is_an_error(
     fake_pool: PoolOfFakeWorkers,
 ) -> None:
     fake_pool.start_step()
-    (worker,) = fake_pool.pool._workers.all
+    worker = fake_pool.supervised
     with pytest.raises(AssertionError, match=r"SERVING.* cannot change to STARTING"):
         worker._set_state(WorkerState.STARTING)
     assert worker.state is WorkerState.SERVING
+
+
+def test_a_reply_to_an_operation_of_another_worker_is_invalid() -> None:
+    with contextlib.closing(PoolOfFakeWorkers(num_workers=2, num_splits=1)) as made:
+        culprit, other = made.launcher.workers
+        for worker in (culprit, other):
+            worker.become_ready()
+        wait_for(made.pool, lambda: made.pool.is_ready)
+        assert other.receive().kind is MessageKind.SLAB
+        made.pool.submit_step([1])
+        step = other.receive()
+        culprit.send(MessageKind.DONE, 1, step.sequence)
+        wait_for(made.pool, lambda: culprit.was_killed)
+        other.send(MessageKind.DONE, 1, step.sequence)
+        assert gather(made.pool, [1]) == [Outcome(1)]
 
 
 def test_second_reply_to_the_same_step_is_invalid(
@@ -216,6 +231,58 @@ def test_worker_that_cannot_be_killed_fails_and_is_never_replaced(
     (outcome,) = gather(fake_pool.pool, [1])
     assert isinstance(outcome.error, WorkerError)
     assert fake_pool.worker is culprit
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_failed_worker_stays_failed_if_the_pool_is_invalidated(
+    fake_pool: PoolOfFakeWorkers, is_lost: bool
+) -> None:
+    """The interrupt may come before the pool has processed the worker's exit."""
+    fake_pool.start_step()
+    culprit, failed = fake_pool.worker, fake_pool.supervised
+    failed.error = EnvError("every step has failed")
+    if is_lost:
+        culprit.die(-9)
+        assert failed.read(time.monotonic())  # the interrupt loses these events
+    else:
+        fake_pool.launcher.can_kill = False
+        failed.replace("every step has failed", time.monotonic())
+        culprit.exit(-9)
+    fake_pool.pool.invalidate("a call was interrupted")
+    fake_pool.pool.submit_step([0, 1])
+    for outcome in gather(fake_pool.pool, [0, 1]):
+        assert isinstance(outcome.error, EnvError)
+    assert fake_pool.pool.stats() == {"restarts": 0}
+
+
+def test_a_worker_that_is_not_forked_yet_can_be_replaced(
+    fake_pool: PoolOfFakeWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envserve.pool.supervisor.KILL_SECONDS", 0.0)
+    fake_pool.start_step()
+    first = fake_pool.worker
+    first.die(1)
+    wait_for(fake_pool.pool, lambda: fake_pool.worker is not first)
+    second, fake_pool.launcher.can_kill = fake_pool.worker, False
+    second.process.pid = None
+    fake_pool.pool.invalidate("a call was interrupted")
+    fake_pool.pool.submit_step([0])
+    assert len(fake_pool.replace_and_collect(second).faults) == 1
+
+
+def test_the_time_before_a_worker_is_forked_does_not_count_as_building_an_env(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
+    """The template imports modules during this time."""
+    for pid, seconds, was_killed in (
+        (None, 500.0, False),
+        (1000, 100.0, False),
+        (1000, 50.0, True),
+    ):
+        fake_pool.worker.process.pid = pid
+        fake_pool.extra_seconds += seconds
+        assert fake_pool.pool.collect(0.0) == []
+        assert fake_pool.worker.was_killed is was_killed
 
 
 def test_closing_does_not_wait_for_worker_that_cannot_be_killed() -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envserve.errors import EnvserveError, LocalProtocolError
+from envserve.errors import EnvserveError, EnvStartError, LocalProtocolError
 from envserve.lane import Outcome, Reset
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.slab import Status
 from tests.envserve.session_fakes import make_call
+from tests.oracle.vector_envs import MODES
 
 from .pool_driver import LEDGER, SCRIPT, PoolMaker, call, gather, kill, reset, step
 
@@ -129,6 +130,7 @@ def test_block_in_flight_cannot_be_submitted_again(make_pool: PoolMaker) -> None
     "invalid",
     [
         *([0, 0], [0, 2], [0, -1], [1, 0, 1]),
+        Reset(0, env_indices=()),
         Reset(0, env_indices=(2,)),
         Reset(1, env_indices=(1,)),
         Reset(0, env_indices=(-1,)),
@@ -153,6 +155,16 @@ def test_an_invalid_submission_starts_nothing(
     assert pool.rows.observation[0][:, 2].tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_rows_can_be_reset_in_any_order(make_pool: PoolMaker, vectorized: bool) -> None:
+    options = {"vectorized": vectorized, "autoreset": "disabled", "infos": "all"}
+    pool = make_pool.and_reset(MODES["disabled"], 4, 1, **options)
+    for _ in range(2):
+        (outcome,) = reset(pool, Reset(0, (3, 1, 2, 0)))
+        assert outcome.infos.keys() == {0, 1, 2, 3}
+    assert pool.stats()["restarts"] == 0
+
+
 def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
     pool = make_pool(LEDGER, 4, 1, max_row_mib=0)
     assert pool.error is not None
@@ -160,9 +172,12 @@ def test_rows_beyond_the_limit_are_not_allocated(make_pool: PoolMaker) -> None:
     assert pool._workers.slab is None
 
 
-def test_env_kwargs_that_cannot_be_encoded_raise_an_envserve_error() -> None:
+def test_env_kwargs_that_cannot_be_sent_raise_an_envserve_error() -> None:
     with pytest.raises(EnvserveError, match="builtin_function_or_method"):
         Pool(PoolMaker.config(LEDGER, 1, 1, env_kwargs={"f": print}))
+    large = {"data": np.zeros(9_000_000)}
+    with pytest.raises(EnvStartError, match="at most 64 MiB of data; got 68 MiB"):
+        Pool(PoolMaker.config(LEDGER, 1, 1, env_kwargs=large))
 
 
 # Calls.

@@ -126,6 +126,15 @@ def test_missing_module_is_an_error_at_once(make_pool: PoolMaker) -> None:
         pool.close()
 
 
+def test_the_text_of_an_import_error_need_not_be_utf8(tmp_path: Path) -> None:
+    fails = r"raise ValueError('no level \udc80')"
+    with (
+        launcher_with(tmp_path, failing_envs=fails) as own,
+        contextlib.closing(PoolMaker(own)) as maker,
+    ):
+        assert r"no level \udc80" in str(maker(LEDGER, 1, 1).error)
+
+
 # The template process.
 
 

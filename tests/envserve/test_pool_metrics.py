@@ -129,7 +129,7 @@ def test_whole_episodes_are_reported_while_they_are_watched(
                 if (running := begun[row]) is not None:
                     total, length = running
                     begun[row] = total + float(rows.reward[row]), length + 1
-                    if is_over[row]:
+                    if is_over[row] and rows.status[row] == Status.OK:
                         expected.append(
                             (row, total + float(rows.reward[row]), length + 1)
                         )
@@ -144,7 +144,9 @@ def test_whole_episodes_are_reported_while_they_are_watched(
     assert lease_status(pool).num_episodes == 0
     begun = [None] * 4  # the current episodes began before tracking
     pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
-    play(120)
+    play(60)
+    kill(pool.worker_pids[0])
+    play(60)
     status = lease_status(pool)
     assert status.num_episodes == len(expected) > 10
     assert sorted(episode[1:] for episode in status.episodes) == sorted(expected)

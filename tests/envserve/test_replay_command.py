@@ -41,9 +41,11 @@ class FilmyEnv(FaultyEnv):
             raise RuntimeError("built without render_mode")
         if self.look == "raise":
             raise RuntimeError("no canvas")
-        size = 16 + 2 * self._steps if self.look == "grows" else 16
-        picture = np.full((size, 16, 3), 20 * self._steps, np.uint8)
-        return picture if self.look in ("frame", "grows") else self.look
+        sizes = {"frame": (16, 16), "large": (600, 600)}
+        sizes["grows"] = 16 + 2 * self._steps, 16
+        if self.look not in sizes:
+            return self.look
+        return np.full((*sizes[self.look], 3), 20 * self._steps, np.uint8)
 
 gymnasium.register("Filmy-v0", "filmy_envs:FilmyEnv")
 gymnasium.register("Blind-v0", "tests.oracle.probe_envs:FaultyEnv")
@@ -105,6 +107,13 @@ def test_a_film_of_a_hang_ends_where_it_hangs(filmy: Path) -> None:
     assert result.exit_code == 0
     assert "reproduced in action 8: hung for 5 s" in result.output
     assert len(read_video(filmy / "film.gif", 16, 16)) == 8
+
+
+def test_frames_may_have_more_than_a_megabyte(filmy: Path) -> None:
+    repro = filmy_repro("raise", end=RAISED, kwargs={"look": "large"})
+    result = replay(repro, "--film", "film.mp4", "--last", "1")
+    assert "film.mp4: 1 frames" in result.output
+    assert result.exit_code == 0
 
 
 def test_a_film_of_an_env_that_no_longer_crashes_includes_its_end(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
 from envserve.errors import CodecError, EnvError, EnvStartError, LocalProtocolError
+from envserve.worker.reset_signature import complete_reset_signature
 
 from .conftest import MakeBatch
 
@@ -141,6 +144,33 @@ def test_an_env_gets_the_arguments_that_its_reset_declares(
             assert reset_info(batch, what)[0] is not None
     batch.reset()
     assert step(batch).valid.all()
+
+
+class SeedOnlyEnv(gymnasium.Env[Any, Any]):
+    def reset(self, seed: Any = None) -> Any:  # type: ignore[override]
+        return seed, {}
+
+
+class SeedOnlyDuck:
+    """An env that does not derive from `gymnasium.Env`."""
+
+    reset = SeedOnlyEnv.reset
+
+
+@pytest.mark.parametrize(
+    "reset", [lambda env, seed: env.reset(seed=seed), lambda env, seed: env.reset(seed)]
+)
+def test_only_the_arguments_that_an_env_declares_are_passed(
+    reset: Callable[..., Any],
+) -> None:
+    class Wrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return reset(self.env, seed)
+
+    env: Any
+    for env in (Wrapper(SeedOnlyEnv()), SeedOnlyDuck()):
+        complete_reset_signature(env, needs_seed=True)
+        assert env.reset(seed=3, options=None) == (3, {})
 
 
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(

@@ -10,12 +10,13 @@ import pytest
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
+from envserve.lane import Reset
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from tests.oracle.vector_envs import MODES
 
 from .conftest import MakeBatch
-from .pool_driver import PoolMaker, step
+from .pool_driver import PoolMaker, assert_lost, reset, step
 
 NUM_ENVS = 5
 
@@ -172,6 +173,20 @@ def test_rows_that_are_not_reset_after_a_fault_begin_in_the_next_step(
         np.testing.assert_equal(final[0], leaf[0])
 
 
+def test_the_first_row_may_begin_in_the_next_step_after_a_fault(
+    make_batch: MakeBatch,
+) -> None:
+    options = {"env_kwargs": {"fault": "raise", "kind": "masked"}, "infos": "all"}
+    batch = faulty(make_batch, "raise", seed=3, **options)
+    for _ in range(3):
+        batch.step([3, 0, 0, 0])
+        batch.reset([1])
+        for _ in range(2):
+            result = batch.step([1] * 4)
+            assert result.valid.all()
+            assert [*result.infos] == [0, 1, 2, 3]
+
+
 def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     make_pool: PoolMaker, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -255,6 +270,22 @@ def test_without_a_mask_a_partial_reset_is_rejected(make_batch: MakeBatch) -> No
     batch.reset([0, 1])
 
 
+def test_a_failed_reset_of_some_rows_costs_all_rows_of_a_block_their_episode(
+    make_pool: PoolMaker,
+) -> None:
+    pool = make_pool.and_reset(
+        MODES["next_step"], 3, 1, vectorized=True, autoreset="next_step"
+    )
+    step(pool, 0)
+    (failed,) = reset(pool, Reset(0, (1,)))
+    assert "does not support reset_mask" in str(failed.error)
+    (outcome,) = step(pool, 0)
+    assert_lost(pool, outcome, "a reset of some rows failed")
+    for _ in range(2):
+        assert not step(pool, 0)[0].faults
+    assert pool.rows.observation[0].tolist() == [1, 1, 1]
+
+
 def test_resets_accept_options_and_missing_seeds(make_batch: MakeBatch) -> None:
     batch = faulty(make_batch, "", seeded=False, infos="all")
     first = batch.reset(options={"x": 3.0})["x"]
@@ -302,6 +333,12 @@ class Counts(gymnasium.vector.VectorEnv):
         if self.has_final: infos["final_obs"] = final
         return self.t.copy(), np.ones(self.num_envs), ended, ended & False, infos
 
+class Adding(Counts):
+    def __init__(self, num_envs, start):
+        super().__init__(num_envs, "Disabled")
+        start += 1
+        self.start = start
+
 class SilentError(ValueError):
     def __str__(self): raise RuntimeError("the server is gone")
 
@@ -324,6 +361,7 @@ class Odd(Counts):
     def step(self, actions): return super().step(actions)[:4]
 
 gymnasium.register("Counts-v0", None, vector_entry_point="counts_file:Counts")
+gymnasium.register("Adding-v0", None, vector_entry_point="counts_file:Adding")
 gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
@@ -351,6 +389,16 @@ def test_a_simulator_that_cannot_be_used_is_rejected_with_a_sentence(
     with pytest.raises(EnvStartError, match=text) as caught:
         BatchEnv.local(name, 4, 2, env_kwargs=kwargs, **batched)
     assert "Traceback" not in str(caught.value)
+
+
+def test_vector_envs_that_change_their_arguments_do_not_affect_each_other(
+    batched: dict[str, Any],
+) -> None:
+    kwargs = {"start": np.zeros(1)}
+    with BatchEnv.local(
+        "Adding-v0", 4, 1, num_splits=2, env_kwargs=kwargs, **batched
+    ) as batch:
+        assert [start.item() for start in batch.get_attr("start")] == [1.0] * 4
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(

@@ -304,6 +304,23 @@ def test_an_envs_own_reset_info_key_is_replaced(start_worker: StartWorker) -> No
     assert infos == {0: {"reset_info": {}}, 1: {"reset_info": {}}}
 
 
+class ListedFlagEnv(StoringEnv):
+    def step(self, action: Any) -> Any:
+        return action, 0.0, [False], False, {}
+
+
+def test_a_list_that_contains_false_does_not_end_the_episode(
+    start_worker: StartWorker,
+) -> None:
+    gymnasium.register("ListedFlag-v0", lambda **_: ListedFlagEnv())
+    try:
+        worker = start_worker("ListedFlag-v0").start_and_reset()
+        assert worker.step([1, 2], [3, 4]) is None
+    finally:
+        del gymnasium.registry["ListedFlag-v0"]
+    assert worker.rows.observation[0].tolist() == [[1, 2], [3, 4]]
+
+
 @pytest.fixture
 def storing_env() -> Iterator[str]:
     gymnasium.register("Storing-v0", lambda **_: StoringEnv())
