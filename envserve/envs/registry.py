@@ -108,7 +108,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
     for reference in references:
         module_name, name = split_reference(reference)
         if module_name == "envpool":  # EnvPool's module does not register its envs
-            module_name, name = "envserve.envpool", f"envpool/{name}"
+            module_name, name = "envserve.envpool", name and f"envpool/{name}"
         known = set(gymnasium.registry)
         module = _import_module(module_name)
         new = tuple(key for key in gymnasium.registry if key not in known)

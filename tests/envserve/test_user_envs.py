@@ -307,6 +307,7 @@ def test_envpool_refers_to_the_module_that_registers_its_envs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "envserve.envpool", ModuleType("as_if_installed"))
     gymnasium.registry["envpool/CartPole-v1"] = EnvSpec("envpool/CartPole-v1")
+    assert import_env_modules(["envpool"]) == ()  # registered before it was imported
     (name,) = import_env_modules(["envpool:CartPole-v1"])
     assert name == "envpool:CartPole-v1"
     with pytest.raises(EnvStartError, match=r"a vector env; .*vectorized=True.*--vec"):
