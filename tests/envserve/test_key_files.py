@@ -22,6 +22,7 @@ from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
+from envserve.keys.private_files import read_private
 
 NOW = 1_800_000_000.0
 FILES = ("server.key", "client.key", "clients", "servers")
@@ -51,6 +52,16 @@ def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
     until = more.pop("until", NOW + 900)
     folder.clients.add(Grant(name=name, public=public, until=until, **more), NOW)  # type: ignore[arg-type]
     return public
+
+
+def test_an_error_of_a_signal_handler_is_raised(tmp_path: Path) -> None:
+    class Interrupted(type(tmp_path)):  # type: ignore[misc]
+        @property
+        def parent(self) -> Path:
+            raise TimeoutError("raised by a handler of SIGALRM")
+
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        read_private(Interrupted(tmp_path) / "clients")
 
 
 def test_reading_creates_no_files(folder: KeyFolder) -> None:
