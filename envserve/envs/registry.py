@@ -111,8 +111,12 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
             module_name, name = "envserve.envpool", name and f"envpool/{name}"
         known = set(gymnasium.registry)
         module = _import_module(module_name)
-        new = tuple(key for key in gymnasium.registry if key not in known)
-        _names_by_module.setdefault(module_name, new)
+        if module_name not in _names_by_module:
+            new = tuple(key for key in gymnasium.registry if key not in known)
+            # Another module may have imported this one already.
+            stem = Path(module_name.removesuffix(".py")).name
+            own = (key for key in known if user_envs.module_of(key) == stem)
+            _names_by_module[module_name] = new or tuple(sorted(own))
         if name:
             names.append(_register(reference, module, name))
         else:
