@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from envserve.address import NamedAddress
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 from envserve.keys import formats
 from envserve.keys.clients_file import ClientsFile
@@ -301,6 +302,9 @@ def test_a_pin_with_a_wildcard_applies_to_all_servers_of_a_cluster(
     assert folder.pinned_key("tcp://[fe80::1]:5555") == cluster
     assert folder.pinned_key("tcp://10.0.0.7:5555") == one
     assert folder.pinned_key("tcp://10.0.0.8:5556") is None
+    folder.add_pin(["tcp://sims:5555"], one, "trainer")
+    resolved = NamedAddress("tcp://10.0.0.8:5555", "tcp://sims:5555")
+    assert folder.keys_for(resolved) == (one, folder.key("client"))
 
 
 def test_an_invalid_pin_is_an_error(
