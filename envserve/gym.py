@@ -4,8 +4,8 @@ Gymnasium imports the module before the colon, and then makes the env that is re
 under the name after the colon. Therefore, importing this module has a side effect: it
 sets the vector entry point of all registered envs to `envserve.make_vec`. From then on,
 `gymnasium.make_vec("CartPole-v1")` also uses envserve, unless `vectorization_mode` is
-"sync" or "async". For envs that are not registered in this process, use
-`envserve/Remote-v0`.
+"sync" or "async". Envs that are registered after this import are not affected. For envs
+that are not registered in this process, use `envserve/Remote-v0`.
 """
 
 from __future__ import annotations
