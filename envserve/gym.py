@@ -18,6 +18,7 @@ import gymnasium
 
 from envserve.client.make_vec import make_vec as _make_vec
 from envserve.client.vector_env import VectorEnv
+from envserve.envs.pickled_code import replaced_entry_points
 
 __all__ = ["make_vec"]
 
@@ -47,6 +48,8 @@ def __getattr__(name: str) -> Callable[..., VectorEnv]:
 
 
 for _spec in gymnasium.registry.values():
+    if not str(_spec.vector_entry_point).startswith(f"{__name__}:"):
+        replaced_entry_points[_spec.id] = _spec.vector_entry_point
     _spec.vector_entry_point = f"{__name__}:{_spec.id}"
 gymnasium.register(
     "envserve/Remote-v0",

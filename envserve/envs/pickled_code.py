@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import CodeType
 from typing import Any, ClassVar, Final, Self
@@ -34,6 +34,8 @@ from envserve.wrappers.specs import table_of
 
 Env = gymnasium.Env[Any, Any]
 
+#: Vector entry points that `envserve.gym` has replaced in this process, by env name.
+replaced_entry_points: Final[dict[str, Any]] = {}
 #: Maximum size of the pickled code; a message to a worker may have up to 64 MiB.
 _MAX_BYTES: Final = 32 << 20
 
@@ -79,16 +81,16 @@ class UserCode:
         # Gymnasium's own specs are omitted, because every worker has them.
         specs = {
             name: spec
-            for name, spec in gymnasium.registry.items()
+            for name in gymnasium.registry
             if user_envs.module_of(name).partition(".")[0] != "gymnasium"
-            and _can_be_pickled(spec)
+            and _can_be_pickled(spec := _original(gymnasium.registry[name]))
         }
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
         if isinstance(env, str) and (spec := registered_spec(env)):
-            reference, specs[spec.id] = spec.id, spec
+            reference, specs[spec.id] = spec.id, _original(spec)
         elif isinstance(env, EnvSpec):
-            reference, specs[env.id] = env.id, env
+            reference, specs[env.id] = env.id, _original(env)
         elif isinstance(env, Sequence) and not isinstance(env, str):
             if not env:
                 raise ValueError(
@@ -203,11 +205,6 @@ class UserCode:
         for name, value in code.main.items():
             setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
-            if str(spec.vector_entry_point).startswith("envserve.gym:"):
-                # The script has imported `envserve.gym`, which sets this entry point.
-                # Workers do not import that module, so they keep their entry point.
-                known = gymnasium.registry.get(name)
-                spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
         # The modules that define these envs register them again when they are imported.
         warnings.filterwarnings("ignore", ".*Overriding environment")
@@ -284,10 +281,19 @@ def _pickle_loaded_files_by_value() -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
+def _original(spec: EnvSpec) -> EnvSpec:
+    """Return a spec with the vector entry point that `envserve.gym` has replaced."""
+    if not str(spec.vector_entry_point).startswith("envserve.gym:"):
+        return spec
+    known = getattr(gymnasium.registry.get(spec.id), "vector_entry_point", None)
+    return replace(spec, vector_entry_point=replaced_entry_points.get(spec.id, known))
+
+
 def _can_be_pickled(spec: EnvSpec) -> bool:
     """Return whether a spec can be sent to workers."""
+    has_code = callable(spec.entry_point) or callable(spec.vector_entry_point)
     try:
-        _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
+        _pickle(spec if has_code or spec.kwargs else None)
     except Exception:
         return False
     return True

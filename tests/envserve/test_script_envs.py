@@ -228,12 +228,13 @@ def test_functions_may_make_envs_that_the_script_has_registered(
         assert envs.reset()[1]["number"].tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point"])
 def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
-    registered: str,
+    kind: str, registered: str
 ) -> None:
     lock = threading.Lock()
-    entry_point: Any = lambda: Numbered(lock.locked())  # noqa: E731
-    gymnasium.register(registered, entry_point)
+    code: dict[str, Any] = {kind: lambda **_: Numbered(lock.locked())}
+    gymnasium.register(registered, **code)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
     with pytest.raises(EnvStartError, match=registered):
