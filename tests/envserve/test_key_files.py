@@ -175,15 +175,6 @@ def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) ->
         read_all_files(folder)
 
 
-def test_the_error_about_a_damaged_key_states_how_to_replace_it(
-    folder: KeyFolder,
-) -> None:
-    create_all_files(folder)
-    (folder.path / "client.key").write_text("")  # a full disk, for example
-    with pytest.raises(KeyFileError, match=r"or run envserve keys new client$"):
-        folder.key("client")
-
-
 def test_a_file_in_place_of_the_key_folder_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("")
@@ -225,14 +216,15 @@ def test_another_user_cannot_use_the_key_folder() -> None:
 def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
     folder: KeyFolder,
 ) -> None:
-    pair = folder.ensure_key("server")
-    assert pair is not None
-    path = folder.path / "server.key"
+    folder.ensure_key("client")
+    path = folder.path / "client.key"
     text = path.read_text()
+    message = r"client\.key: expected .*, or run envserve keys new client$"
+    # It is empty after the disk was full, for example.
     for wrong in ("", text[:-5], text + text, text.replace("secret", "public")):
         path.write_text(wrong)
-        with pytest.raises(KeyFileError, match=r"server\.key: expected") as caught:
-            folder.ensure_key("server")
+        with pytest.raises(KeyFileError, match=message) as caught:
+            folder.ensure_key("client")
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
@@ -415,6 +407,14 @@ def test_joining_with_the_key_of_another_client_raises_protocol_error(
     found = folder.clients.find(public, NOW)
     assert found is not None
     assert found.name == "trainer-1"
+
+
+def test_a_key_cannot_be_added_under_a_second_name(folder: KeyFolder) -> None:
+    create_all_files(folder)
+    with pytest.raises(KeyFileError, match="other and ci have the same; create anoth"):
+        folder.clients.add(Grant(name="other", public=bytes(32)), NOW)
+    read_all_files(folder)
+    assert [grant.name for grant in folder.clients.grants()] == ["ci"]
 
 
 def test_removing_a_client_removes_key_and_invitation_but_no_comments(
