@@ -19,6 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, Final, Self
 
@@ -134,20 +135,27 @@ class UserCode:
         self.kwargs.append(others)
         return plain
 
-    def name_wrappers(self, wrappers: Any) -> Any:
+    def name_wrappers(self, wrappers: Any, import_modules: Sequence[str]) -> Any:
         """Return the wrappers, with names in place of classes and functions.
 
-        Classes that are registered as wrappers are replaced with their registered
+        Classes that are also registered in workers are replaced with their registered
         names, so that crashes can be replayed.
+
+        Args:
+          wrappers: See `BatchEnv.local`.
+          import_modules: Modules that workers import, which may register wrappers.
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
+        imported = {re.split("[.:]", Path(item).name)[0] for item in import_modules}
+        imported |= {"envserve", "gymnasium"}
         tables = []
         for position, wrapper in enumerate(wrappers):
             if isinstance(wrapper, WrapperSpec):
                 wrapper = functools.partial(_apply_recorded, wrapper)
             table = table_of(wrapper)
-            if callable(table):
+            package = str(getattr(wrapper, "__module__", "")).partition(".")[0]
+            if callable(table) or (callable(wrapper) and package not in imported):
                 name = user_envs.name_of_code(wrapper)[:180]
                 # The brackets prevent conflicts with names of registered wrappers.
                 table = {"name": f"<{name} {position}>"}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
@@ -39,6 +40,8 @@ from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
+from envserve.wrappers import register_wrapper
+from envserve.wrappers.registry import WRAPPERS
 from tests.envserve.conftest import Serve
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
@@ -444,6 +447,14 @@ def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> N
         assert lane.config.wrappers[0].name.startswith(name)
         assert np.array_equal(batch.reset(seeds=[2])[0], theirs.reset(seed=2)[0])
         assert batch.step(np.array([1])).reward[0] == theirs.step(1)[1]
+
+
+@patch.dict(WRAPPERS)
+def test_a_class_may_be_registered_as_a_wrapper_in_this_process_only() -> None:
+    register_wrapper("Tripled", Tripled)
+    with BatchEnv.local("CartPole-v1", 1, 1, wrappers=[Tripled]) as batch:
+        batch.reset()
+        assert batch.step(np.array([1])).reward[0] == 3.0
 
 
 def test_arguments_of_an_env_may_be_any_objects() -> None:
