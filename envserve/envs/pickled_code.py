@@ -80,12 +80,13 @@ class UserCode:
         """
         _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
-        specs = {
-            name: spec
-            for name in gymnasium.registry
-            if user_envs.module_of(name).partition(".")[0] != "gymnasium"
-            and _can_be_pickled(spec := _original(gymnasium.registry[name]))
-        }
+        specs: dict[str, EnvSpec] = {}
+        for name, registered in gymnasium.registry.items():
+            is_own = user_envs.module_of(name).partition(".")[0] == "gymnasium"
+            if not (is_own and name in _names_of_gymnasium()):
+                original = _original(registered)
+                if _can_be_pickled(original):
+                    specs[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
         if isinstance(env, str) and (spec := registered_spec(env)):
@@ -287,6 +288,16 @@ def _pickle_loaded_files_by_value() -> None:
         import cloudpickle
 
         cloudpickle.register_pickle_by_value(module)
+
+
+@functools.cache
+def _names_of_gymnasium() -> frozenset[str]:
+    """Return the names of the envs that Gymnasium itself registers."""
+    try:
+        source = Path(gymnasium.envs.__file__).read_text()
+    except (OSError, TypeError, ValueError):  # the source is not installed
+        return frozenset(gymnasium.registry)
+    return frozenset(re.findall(r'"([\w/-]+-v\d+)"', source))
 
 
 def _original(spec: EnvSpec) -> EnvSpec:

@@ -231,6 +231,23 @@ def test_functions_may_make_envs_that_the_script_has_registered(
         assert envs.reset()[1]["number"].tolist() == [3, 3]
 
 
+def test_functions_may_make_variants_of_gymnasiums_envs(registered: str) -> None:
+    entry_point = "gymnasium.envs.classic_control:CartPoleEnv"
+    gymnasium.register(registered, entry_point, max_episode_steps=1)
+    with contextlib.closing(
+        envserve.make_vec([lambda: gymnasium.make(registered)])
+    ) as envs:
+        envs.reset()
+        assert envs.step([0])[3].tolist() == [True]
+
+
+def test_the_specs_of_gymnasium_are_not_sent_to_workers() -> None:
+    names = {*UserCode.of("Pendulum-v1")[1].specs}
+    assert names & {"Pendulum-v1", "CartPole-v1", "phys2d/CartPole-v1", "Ant-v2"} == {
+        "Pendulum-v1"
+    }
+
+
 @pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point"])
 def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
     kind: str, registered: str
