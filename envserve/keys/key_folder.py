@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from envserve.address import NamedAddress, is_local_address
-from envserve.errors import CodecError, ConnectError, KeyFileError
+from envserve.errors import (
+    CodecError,
+    ConnectError,
+    KeyFileError,
+    raise_if_from_handler,
+)
 from envserve.keys import formats, private_files
 from envserve.keys.key_pair import CurveKeys, KeyPair
 from envserve.keys.private_files import display_path
@@ -293,6 +298,9 @@ def is_own_address(address: str) -> bool:
         for family, kind, *_, socket_address in candidates:
             with socket.socket(family, kind) as probe:
                 probe.bind(socket_address)  # fails for an IP address of another host
-    except (OSError, UnicodeError):  # UnicodeError: a DNS label is empty or too long
+    except UnicodeError:  # a DNS label is empty or too long
+        return False
+    except OSError as error:
+        raise_if_from_handler(error)
         return False
     return True

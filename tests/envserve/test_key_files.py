@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -55,11 +56,21 @@ def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
     return public
 
 
-def test_an_error_of_a_signal_handler_is_raised(tmp_path: Path) -> None:
+def test_an_error_of_a_signal_handler_is_raised(
+    tmp_path: Path, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise TimeoutError("raised by a handler of SIGALRM")
+
+    folder.ensure_key("server")
+    monkeypatch.setattr(socket, "getaddrinfo", interrupt)
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        folder.keys_for("tcp://sim1:5555")
+
     class Interrupted(type(tmp_path)):  # type: ignore[misc]
         @property
         def parent(self) -> Path:
-            raise TimeoutError("raised by a handler of SIGALRM")
+            interrupt()
 
     with pytest.raises(TimeoutError, match="SIGALRM"):
         read_private(Interrupted(tmp_path) / "clients")
