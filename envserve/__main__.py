@@ -41,7 +41,7 @@ def _run_health_probe(arguments: list[str]) -> None:
     try:
         parsed, (address,) = getopt.gnu_getopt(arguments, "", flags)
         values: dict[str, Any] = {
-            name[2:]: float(value) if value else True for name, value in parsed
+            flag[2:]: options[flag[2:]] is False or float(text) for flag, text in parsed
         }
     except (getopt.GetoptError, ValueError):
         return  # `envserve.cli.app` prints the error, or the help

@@ -22,7 +22,8 @@ class EnvPool(VectorEnv[Any, Any, Any]):
     """An EnvPool pool as a Gymnasium vector env.
 
     A reset with seeds makes a new pool, because EnvPool accepts seeds only at
-    construction. Infos omit EnvPool's env id, players and step count of each row.
+    construction; a first reset without seeds draws them. Infos omit EnvPool's env id,
+    players and step count of each row.
     """
 
     def __init__(
@@ -56,18 +57,18 @@ class EnvPool(VectorEnv[Any, Any, Any]):
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all rows or, without seeds, only those in `options["reset_mask"]`."""
-        if seed is not None:
-            if options:
-                raise ValueError(f"expected no options with seeds; got {options}")
+        if seed is not None and options:
+            raise ValueError(f"expected no options with seeds; got {options}")
+        if seed is not None or self._pool is None:
+            # Without seeds, EnvPool would use the same seeds in all workers.
             drawn = self.np_random.integers(2**31, size=self.num_envs).tolist()
             used = range(seed, seed + len(drawn)) if isinstance(seed, int) else seed
             seeds = [
-                b if a is None else a % 2**31 for a, b in zip(used, drawn, strict=True)
+                b if a is None else a % 2**31
+                for a, b in zip(used or drawn, drawn, strict=True)
             ]
             self.close_extras()
             self._pool = self._make(seed=seeds)
-        elif self._pool is None:
-            self._pool = self._make()
         observation, infos = self._pool.reset(options=options)
         return observation, _without_redundant_keys(infos) if not options else {}
 

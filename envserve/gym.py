@@ -4,8 +4,8 @@ Gymnasium imports the module before the colon, and then makes the env that is re
 under the name after the colon. Therefore, importing this module has a side effect: it
 sets the vector entry point of all registered envs to `envserve.make_vec`. From then on,
 `gymnasium.make_vec("CartPole-v1")` also uses envserve, unless `vectorization_mode` is
-"sync" or "async". For envs that are not registered in this process, use
-`envserve/Remote-v0`.
+"sync" or "async". Envs that are registered after this import are not affected. For envs
+that are not registered in this process, use `envserve/Remote-v0`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import gymnasium
 
 from envserve.client.make_vec import make_vec as _make_vec
 from envserve.client.vector_env import VectorEnv
+from envserve.envs.pickled_code import replaced_entry_points
 
 __all__ = ["make_vec"]
 
@@ -47,6 +48,8 @@ def __getattr__(name: str) -> Callable[..., VectorEnv]:
 
 
 for _spec in gymnasium.registry.values():
+    if not str(_spec.vector_entry_point).startswith(f"{__name__}:"):
+        replaced_entry_points[_spec.id] = _spec.vector_entry_point
     _spec.vector_entry_point = f"{__name__}:{_spec.id}"
 gymnasium.register(
     "envserve/Remote-v0",

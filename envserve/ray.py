@@ -227,7 +227,8 @@ def addresses(namespace: str, name: str) -> list[str]:
     except subprocess.TimeoutExpired:
         raise AddressError("Ray did not reply within 60 s; see `ray status`") from None
     if found.returncode:
-        raise AddressError(last_line(found.stdout or found.stderr))
+        text = f"a lookup in Ray exited with code {found.returncode}; see `ray status`"
+        raise AddressError(last_line(found.stdout or found.stderr) or text)
     return found.stdout.split()
 
 

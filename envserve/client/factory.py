@@ -85,7 +85,9 @@ def local_settings(
         options.setdefault("vectorized", True)  # the env exists only as a vector env
     user_envs.check_files_exist(options["import_modules"])
     options["env_kwargs"] = code.take_kwargs(options.get("env_kwargs"))
-    options["wrappers"] = code.name_wrappers(options.get("wrappers", ()))
+    options["wrappers"] = code.name_wrappers(
+        options.get("wrappers", ()), options["import_modules"]
+    )
     settings = _checked_settings(options, LocalOptions, function)
     # Modules and pickled code may register wrappers. Only workers, which import them,
     # can check the arguments of these wrappers.

@@ -9,6 +9,7 @@ is logged and otherwise ignored.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -17,6 +18,8 @@ import stat
 import tempfile
 from pathlib import Path
 from typing import Final
+
+from envserve.errors import raise_if_from_handler
 
 _LOGGER: Final = logging.getLogger(__name__)
 
@@ -89,6 +92,7 @@ class CrashFolder:
             path = _write_whole(folder, f"{stem}-{self._owner}", data)
             _prune(folder)
         except OSError as error:
+            raise_if_from_handler(error)
             if not self._has_warned:
                 _LOGGER.warning(
                     "cannot write repro files: %s; set crash_dir to a writable folder",
@@ -114,9 +118,8 @@ class CrashFolder:
             or stat_result.st_uid != os.getuid()
             or stat_result.st_mode & 0o077
         ):
-            raise PermissionError(
-                f"{folder} is not a folder that only this user can access"
-            )
+            text = f"{folder} is not a folder that only this user can access"
+            raise PermissionError(errno.EACCES, text)
         return folder
 
     def __repr__(self) -> str:

@@ -81,7 +81,7 @@ class Repro:
     root_seed: Count
     seeded: bool
     env_index: Count
-    timeout_seconds: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
+    timeout_seconds: Annotated[float, msgspec.Meta(gt=0)]
     played: ActionHistory
     end: End
     wrappers: tuple[WrapperSpec, ...] = ()

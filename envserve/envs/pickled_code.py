@@ -17,8 +17,9 @@ import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, Final, Self
 
@@ -34,6 +35,8 @@ from envserve.wrappers.specs import table_of
 
 Env = gymnasium.Env[Any, Any]
 
+#: Vector entry points that `envserve.gym` has replaced in this process, by env name.
+replaced_entry_points: Final[dict[str, Any]] = {}
 #: Maximum size of the pickled code; a message to a worker may have up to 64 MiB.
 _MAX_BYTES: Final = 32 << 20
 
@@ -77,18 +80,19 @@ class UserCode:
         """
         _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
-        specs = {
-            name: spec
-            for name, spec in gymnasium.registry.items()
-            if user_envs.module_of(name).partition(".")[0] != "gymnasium"
-            and _can_be_pickled(spec)
-        }
+        specs: dict[str, EnvSpec] = {}
+        for name, registered in gymnasium.registry.items():
+            is_own = user_envs.module_of(name).partition(".")[0] == "gymnasium"
+            if not (is_own and name in _names_of_gymnasium()):
+                original = _original(registered)
+                if _can_be_pickled(original):
+                    specs[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
         if isinstance(env, str) and (spec := registered_spec(env)):
-            reference, specs[spec.id] = spec.id, spec
+            reference, specs[spec.id] = spec.id, _original(spec)
         elif isinstance(env, EnvSpec):
-            reference, specs[env.id] = env.id, env
+            reference, specs[env.id] = env.id, _original(env)
         elif isinstance(env, Sequence) and not isinstance(env, str):
             if not env:
                 raise ValueError(
@@ -132,20 +136,27 @@ class UserCode:
         self.kwargs.append(others)
         return plain
 
-    def name_wrappers(self, wrappers: Any) -> Any:
+    def name_wrappers(self, wrappers: Any, import_modules: Sequence[str]) -> Any:
         """Return the wrappers, with names in place of classes and functions.
 
-        Classes that are registered as wrappers are replaced with their registered
+        Classes that are also registered in workers are replaced with their registered
         names, so that crashes can be replayed.
+
+        Args:
+          wrappers: See `BatchEnv.local`.
+          import_modules: Modules that workers import, which may register wrappers.
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
+        imported = {re.split("[.:]", Path(item).name)[0] for item in import_modules}
+        imported |= {"envserve", "gymnasium"}
         tables = []
         for position, wrapper in enumerate(wrappers):
             if isinstance(wrapper, WrapperSpec):
                 wrapper = functools.partial(_apply_recorded, wrapper)
             table = table_of(wrapper)
-            if callable(table):
+            package = str(getattr(wrapper, "__module__", "")).partition(".")[0]
+            if callable(table) or (callable(wrapper) and package not in imported):
                 name = user_envs.name_of_code(wrapper)[:180]
                 # The brackets prevent conflicts with names of registered wrappers.
                 table = {"name": f"<{name} {position}>"}
@@ -203,11 +214,6 @@ class UserCode:
         for name, value in code.main.items():
             setattr(sys.modules["__main__"], name, value)
         for name, spec in code.specs.items():
-            if str(spec.vector_entry_point).startswith("envserve.gym:"):
-                # The script has imported `envserve.gym`, which sets this entry point.
-                # Workers do not import that module, so they keep their entry point.
-                known = gymnasium.registry.get(name)
-                spec.vector_entry_point = known.vector_entry_point if known else None
             gymnasium.registry[name] = spec
         # The modules that define these envs register them again when they are imported.
         warnings.filterwarnings("ignore", ".*Overriding environment")
@@ -284,10 +290,29 @@ def _pickle_loaded_files_by_value() -> None:
         cloudpickle.register_pickle_by_value(module)
 
 
+@functools.cache
+def _names_of_gymnasium() -> frozenset[str]:
+    """Return the names of the envs that Gymnasium itself registers."""
+    try:
+        source = Path(gymnasium.envs.__file__).read_text()
+    except (OSError, TypeError, ValueError):  # the source is not installed
+        return frozenset(gymnasium.registry)
+    return frozenset(re.findall(r'"([\w/-]+-v\d+)"', source))
+
+
+def _original(spec: EnvSpec) -> EnvSpec:
+    """Return a spec with the vector entry point that `envserve.gym` has replaced."""
+    if not str(spec.vector_entry_point).startswith("envserve.gym:"):
+        return spec
+    known = getattr(gymnasium.registry.get(spec.id), "vector_entry_point", None)
+    return replace(spec, vector_entry_point=replaced_entry_points.get(spec.id, known))
+
+
 def _can_be_pickled(spec: EnvSpec) -> bool:
     """Return whether a spec can be sent to workers."""
+    has_code = callable(spec.entry_point) or callable(spec.vector_entry_point)
     try:
-        _pickle(spec if callable(spec.entry_point) or spec.kwargs else None)
+        _pickle(spec if has_code or spec.kwargs else None)
     except Exception:
         return False
     return True

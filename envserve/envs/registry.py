@@ -108,11 +108,15 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
     for reference in references:
         module_name, name = split_reference(reference)
         if module_name == "envpool":  # EnvPool's module does not register its envs
-            module_name, name = "envserve.envpool", f"envpool/{name}"
+            module_name, name = "envserve.envpool", name and f"envpool/{name}"
         known = set(gymnasium.registry)
         module = _import_module(module_name)
-        new = tuple(key for key in gymnasium.registry if key not in known)
-        _names_by_module.setdefault(module_name, new)
+        if module_name not in _names_by_module:
+            new = tuple(key for key in gymnasium.registry if key not in known)
+            # Another module may have imported this one already.
+            stem = Path(module_name.removesuffix(".py")).name
+            own = (key for key in known if user_envs.module_of(key) == stem)
+            _names_by_module[module_name] = new or tuple(sorted(own))
         if name:
             names.append(_register(reference, module, name))
         else:

@@ -226,6 +226,12 @@ class ClientsFile:
         lines = [line for line, old in old_lines if old is None or not is_replaced(old)]
         lines = lines or [_HEADER]
         if new is not None:
+            same = self._contents.by_key.get(new.public)
+            if same is not None and not is_replaced(same):
+                raise KeyFileError(
+                    f"expected a different key for each client; {new.name} and "
+                    f"{same.name} have the same; create another client.key for one"
+                )
             lines.append(format_line(new))
         private_files.write_private(self._path, "".join(f"{line}\n" for line in lines))
         self.read()

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from envserve.address import NamedAddress, is_local_address
-from envserve.errors import CodecError, ConnectError, KeyFileError
+from envserve.errors import (
+    CodecError,
+    ConnectError,
+    KeyFileError,
+    raise_if_from_handler,
+)
 from envserve.keys import formats, private_files
 from envserve.keys.key_pair import CurveKeys, KeyPair
 from envserve.keys.private_files import display_path
@@ -153,8 +158,7 @@ class KeyFolder:
         if address.startswith("ipc://"):
             _check_socket_owner(address.removeprefix("ipc://"))
             return None
-        name = address.name if isinstance(address, NamedAddress) else address
-        pin = self.pinned_key(address) or self.pinned_key(name)
+        pin = self.pinned_key(address)
         if pin is None and insecure:
             return None
         try:
@@ -165,7 +169,7 @@ class KeyFolder:
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
-            raise UnknownServerKey(unknown_server_text(name))
+            raise UnknownServerKey(unknown_server_text(_names_of(address)[-1]))
         return pin, self.ensure_key("client")
 
     @property
@@ -180,13 +184,16 @@ class KeyFolder:
     def pinned_key(self, address: str) -> bytes | None:
         """Return the pinned public key of a server, or None.
 
+        A pin for the address, or for the name of a `NamedAddress`, takes precedence
+        over a pin with a wildcard.
+
         Raises:
           KeyFileError: The file cannot be read or is not valid.
         """
-        pins = self._pins()
-        patterns = (p for p in pins if "*" in p and fnmatchcase(address, p))
-        pin = pins.get(address) or pins.get(next(patterns, ""))
-        return pin[0] if pin else None
+        pins, names = self._pins(), _names_of(address)
+        patterns = [p for p in pins if "*" in p for n in names if fnmatchcase(n, p)]
+        matches = [n for n in names if n in pins] + patterns
+        return pins[matches[0]][0] if matches else None
 
     def check_pins(self, addresses: Sequence[str], public: bytes) -> None:
         """Raise KeyFileError if another key is pinned for one of these addresses."""
@@ -259,6 +266,11 @@ class KeyFolder:
         return f"<KeyFolder {self.path}>"
 
 
+def _names_of(address: str) -> list[str]:
+    """Return an address and, if it was resolved from a name, the name."""
+    return [address, address.name] if isinstance(address, NamedAddress) else [address]
+
+
 def _check_socket_owner(path: str) -> None:
     """Raise ConnectError if a socket belongs to another user."""
     try:
@@ -286,6 +298,9 @@ def is_own_address(address: str) -> bool:
         for family, kind, *_, socket_address in candidates:
             with socket.socket(family, kind) as probe:
                 probe.bind(socket_address)  # fails for an IP address of another host
-    except (OSError, UnicodeError):  # UnicodeError: a DNS label is empty or too long
+    except UnicodeError:  # a DNS label is empty or too long
+        return False
+    except OSError as error:
+        raise_if_from_handler(error)
         return False
     return True

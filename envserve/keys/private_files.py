@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from envserve.errors import KeyFileError
+from envserve.errors import KeyFileError, raise_if_from_handler
 from envserve.regular_file import flush_to_disk, open_regular
 
 #: Maximum size of a private file; enough for 100,000 clients, one per line.
@@ -59,6 +59,7 @@ def _as_key_file_error(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        raise_if_from_handler(error)
         remedy = "expected a file or folder that belongs to this user, and not a link"
         if error.errno in (errno.EACCES, errno.ENOENT):
             remedy = "check its owner, or set ENVSERVE_HOME to a folder of this user"

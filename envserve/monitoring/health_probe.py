@@ -12,6 +12,7 @@ from typing import Final
 from envserve.client.link.discovery import resolve
 from envserve.client.link.sessionless_requests import request_welcome
 from envserve.errors import AddressError, EnvserveError, ProtocolMismatch
+from envserve.text import counted
 from envserve.wire.handshake import Welcome
 
 _MAX_LAG_MS: Final = 5000
@@ -77,8 +78,7 @@ def probe(
             if problem := diagnose(welcome, startup=startup, live=live, ready=ready):
                 return problem[0], f"{server}: {problem[1]}"
             lines.append(
-                f"{server}: serving {welcome.num_names} env "
-                f"name{'s' * (welcome.num_names != 1)}; "
+                f"{server}: serving {counted(welcome.num_names, 'env name')}; "
                 f"{welcome.free_envs} of {welcome.total_envs} envs free"
             )
     except AddressError as error:

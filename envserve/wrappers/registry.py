@@ -228,6 +228,7 @@ def find_wrapper(name: str, where: str) -> RegisteredWrapper:
     nearest = nearest_name(name, sorted(WRAPPERS))
     hint = f"did you mean {nearest}?" if nearest else ""
     hint = _BATCH_PPO.get(name, hint) or (
-        f"known: {', '.join(sorted(WRAPPERS))} (to add one, see register_wrapper)"
+        f"known: {', '.join(sorted(WRAPPERS))} (to add one, call register_wrapper in a "
+        f"module that workers import: --import or import_modules)"
     )
     raise WrapperError(f"{where}: no wrapper named {name[:64]!r} is known; {hint}")

@@ -181,6 +181,9 @@ def test_health_without_a_server_fails_with_one_line() -> None:
     assert result.stderr == (
         "Error: ipc:///nowhere/envs: no server replied within 0.2 s\n"
     )
+    result = run("health", "ipc:///nowhere/envs", "--timeout", "")
+    assert result.returncode == 2
+    assert "--timeout: expected a number; got ''" in result.stderr
 
 
 def test_envs_lists_the_names_of_a_server_or_of_this_host(serve: Serve) -> None:

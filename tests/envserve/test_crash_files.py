@@ -151,3 +151,12 @@ def test_the_default_folder_is_private(
     assert path is not None
     assert path.parent == default_folder()
     assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_error_of_a_signal_handler_is_raised(tmp_path: Path) -> None:
+    class Interrupted(type(tmp_path)):  # type: ignore[misc]
+        def mkdir(self, *_: object, **__: object) -> None:
+            raise TimeoutError("raised by a handler of SIGALRM")
+
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        CrashFolder(Interrupted(tmp_path)).write("a", b"content", 0.0)

@@ -13,15 +13,18 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from envserve.address import NamedAddress
 from envserve.errors import ConnectError, KeyFileError, RemoteProtocolError
 from envserve.keys import formats
 from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
+from envserve.keys.private_files import read_private
 
 NOW = 1_800_000_000.0
 FILES = ("server.key", "client.key", "clients", "servers")
@@ -51,6 +54,26 @@ def invite(folder: KeyFolder, name: str, **more: float) -> bytes:
     until = more.pop("until", NOW + 900)
     folder.clients.add(Grant(name=name, public=public, until=until, **more), NOW)  # type: ignore[arg-type]
     return public
+
+
+def test_an_error_of_a_signal_handler_is_raised(
+    tmp_path: Path, folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> NoReturn:
+        raise TimeoutError("raised by a handler of SIGALRM")
+
+    folder.ensure_key("server")
+    monkeypatch.setattr(socket, "getaddrinfo", interrupt)
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        folder.keys_for("tcp://sim1:5555")
+
+    class Interrupted(type(tmp_path)):  # type: ignore[misc]
+        @property
+        def parent(self) -> Path:
+            interrupt()
+
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        read_private(Interrupted(tmp_path) / "clients")
 
 
 def test_reading_creates_no_files(folder: KeyFolder) -> None:
@@ -163,15 +186,6 @@ def test_only_regular_files_are_read(folder: KeyFolder, name: str, kind: str) ->
         read_all_files(folder)
 
 
-def test_the_error_about_a_damaged_key_states_how_to_replace_it(
-    folder: KeyFolder,
-) -> None:
-    create_all_files(folder)
-    (folder.path / "client.key").write_text("")  # a full disk, for example
-    with pytest.raises(KeyFileError, match=r"or run envserve keys new client$"):
-        folder.key("client")
-
-
 def test_a_file_in_place_of_the_key_folder_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_text("")
@@ -213,14 +227,15 @@ def test_another_user_cannot_use_the_key_folder() -> None:
 def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
     folder: KeyFolder,
 ) -> None:
-    pair = folder.ensure_key("server")
-    assert pair is not None
-    path = folder.path / "server.key"
+    folder.ensure_key("client")
+    path = folder.path / "client.key"
     text = path.read_text()
+    message = r"client\.key: expected .*, or run envserve keys new client$"
+    # It is empty after the disk was full, for example.
     for wrong in ("", text[:-5], text + text, text.replace("secret", "public")):
         path.write_text(wrong)
-        with pytest.raises(KeyFileError, match=r"server\.key: expected") as caught:
-            folder.ensure_key("server")
+        with pytest.raises(KeyFileError, match=message) as caught:
+            folder.ensure_key("client")
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
@@ -290,6 +305,9 @@ def test_a_pin_with_a_wildcard_applies_to_all_servers_of_a_cluster(
     assert folder.pinned_key("tcp://[fe80::1]:5555") == cluster
     assert folder.pinned_key("tcp://10.0.0.7:5555") == one
     assert folder.pinned_key("tcp://10.0.0.8:5556") is None
+    folder.add_pin(["tcp://sims:5555"], one, "trainer")
+    resolved = NamedAddress("tcp://10.0.0.8:5555", "tcp://sims:5555")
+    assert folder.keys_for(resolved) == (one, folder.key("client"))
 
 
 def test_an_invalid_pin_is_an_error(
@@ -400,6 +418,14 @@ def test_joining_with_the_key_of_another_client_raises_protocol_error(
     found = folder.clients.find(public, NOW)
     assert found is not None
     assert found.name == "trainer-1"
+
+
+def test_a_key_cannot_be_added_under_a_second_name(folder: KeyFolder) -> None:
+    create_all_files(folder)
+    with pytest.raises(KeyFileError, match="other and ci have the same; create anoth"):
+        folder.clients.add(Grant(name="other", public=bytes(32)), NOW)
+    read_all_files(folder)
+    assert [grant.name for grant in folder.clients.grants()] == ["ci"]
 
 
 def test_removing_a_client_removes_key_and_invitation_but_no_comments(

@@ -44,6 +44,15 @@ def test_without_ray_the_error_names_the_extra() -> None:
     assert str(found.value) == NEEDED
 
 
+def test_a_lookup_that_ends_without_output_is_an_error_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = [sys.executable, "-c", "raise SystemExit(3)"]
+    monkeypatch.setattr(envserve.ray, "main_command", lambda *_: command)
+    with pytest.raises(AddressError, match="Ray exited with code 3; see `ray status`"):
+        envserve.ray.addresses("default", "envs")
+
+
 def test_no_other_module_imports_ray(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise SystemExit('it is imported')")
     modules = (

@@ -101,15 +101,6 @@ def test_the_error_about_missing_atari_games_names_the_extra(
         import_env_modules(["ale_py"])
 
 
-def test_the_error_about_a_failing_module_names_its_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken_envs.py").write_text("raise RuntimeError('no licence')")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(EnvStartError, match=r"'broken_envs'.*RuntimeError: no licence"):
-        offered_names(import_modules=["broken_envs"])
-
-
 def test_preload_imports_the_module_of_an_env(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import gymnasium
 import numpy as np
@@ -39,6 +40,8 @@ from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
+from envserve.wrappers import register_wrapper
+from envserve.wrappers.registry import WRAPPERS
 from tests.envserve.conftest import Serve
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
@@ -228,12 +231,30 @@ def test_functions_may_make_envs_that_the_script_has_registered(
         assert envs.reset()[1]["number"].tolist() == [3, 3]
 
 
+def test_functions_may_make_variants_of_gymnasiums_envs(registered: str) -> None:
+    entry_point = "gymnasium.envs.classic_control:CartPoleEnv"
+    gymnasium.register(registered, entry_point, max_episode_steps=1)
+    with contextlib.closing(
+        envserve.make_vec([lambda: gymnasium.make(registered)])
+    ) as envs:
+        envs.reset()
+        assert envs.step([0])[3].tolist() == [True]
+
+
+def test_the_specs_of_gymnasium_are_not_sent_to_workers() -> None:
+    names = {*UserCode.of("Pendulum-v1")[1].specs}
+    assert names & {"Pendulum-v1", "CartPole-v1", "phys2d/CartPole-v1", "Ant-v2"} == {
+        "Pendulum-v1"
+    }
+
+
+@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point"])
 def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
-    registered: str,
+    kind: str, registered: str
 ) -> None:
     lock = threading.Lock()
-    entry_point: Any = lambda: Numbered(lock.locked())  # noqa: E731
-    gymnasium.register(registered, entry_point)
+    code: dict[str, Any] = {kind: lambda **_: Numbered(lock.locked())}
+    gymnasium.register(registered, **code)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
     with pytest.raises(EnvStartError, match=registered):
@@ -443,6 +464,14 @@ def test_a_wrapper_is_a_name_a_class_or_a_function(wrapper: Any, name: str) -> N
         assert lane.config.wrappers[0].name.startswith(name)
         assert np.array_equal(batch.reset(seeds=[2])[0], theirs.reset(seed=2)[0])
         assert batch.step(np.array([1])).reward[0] == theirs.step(1)[1]
+
+
+@patch.dict(WRAPPERS)
+def test_a_class_may_be_registered_as_a_wrapper_in_this_process_only() -> None:
+    register_wrapper("Tripled", Tripled)
+    with BatchEnv.local("CartPole-v1", 1, 1, wrappers=[Tripled]) as batch:
+        batch.reset()
+        assert batch.step(np.array([1])).reward[0] == 3.0
 
 
 def test_arguments_of_an_env_may_be_any_objects() -> None:

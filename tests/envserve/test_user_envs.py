@@ -185,6 +185,15 @@ def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -
     assert (limits, sizes) == ([None, 10, None], [(4,), (4,), (2,)])
 
 
+def test_a_file_provides_its_envs_after_another_file_has_imported_it(
+    walk_file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "first_file.py").write_text("import walk_file")
+    files = [str(tmp_path / "first_file.py"), walk_file]
+    assert offered_names(files) == ("Walk-v0",)
+    assert import_env_modules([walk_file]) == ("Walk-v0",)
+
+
 def test_a_server_offers_only_the_envs_that_its_operator_names(
     walk_file: str,
 ) -> None:
@@ -307,6 +316,7 @@ def test_envpool_refers_to_the_module_that_registers_its_envs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "envserve.envpool", ModuleType("as_if_installed"))
     gymnasium.registry["envpool/CartPole-v1"] = EnvSpec("envpool/CartPole-v1")
+    assert import_env_modules(["envpool"]) == ()  # registered before it was imported
     (name,) = import_env_modules(["envpool:CartPole-v1"])
     assert name == "envpool:CartPole-v1"
     with pytest.raises(EnvStartError, match=r"a vector env; .*vectorized=True.*--vec"):

@@ -117,6 +117,17 @@ def test_the_spec_of_a_vector_env_makes_an_equal_one(registry: None) -> None:
             assert (others.num_envs, others.render_mode) == (2, "rgb_array")
 
 
+def test_envs_keep_their_own_vector_env(registry: None) -> None:
+    entry_point = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
+    gymnasium.register("Several-v0", vector_entry_point=entry_point)
+    options: Any = {"num_workers": 1, "vectorized": True}
+    with contextlib.closing(
+        gymnasium.make_vec("envserve.gym:Several-v0", 2, **options)
+    ) as envs:
+        assert isinstance(envs, VectorEnv)
+        assert envs.reset()[0].shape == (2, 4)
+
+
 def test_only_importing_envserve_gym_changes_the_registry() -> None:
     code = """if True:
         import gymnasium, envserve

@@ -37,6 +37,12 @@ def test_rows_depend_only_on_their_seeds_for_any_number_of_workers() -> None:
     np.testing.assert_equal(play(batch(3)), play(batch(1)))
 
 
+def test_unseeded_rows_differ_between_workers_and_between_batches() -> None:
+    with batch(3, seeded=False) as first, batch(3, seeded=False) as second:
+        observations = np.concatenate([first.reset(), second.reset()])
+    assert len(np.unique(observations, axis=0)) == 2 * NUM_ENVS
+
+
 def test_resets_by_the_caller_start_the_same_episodes() -> None:
     np.testing.assert_equal(play(batch(1, autoreset="disabled")), play(batch(1)))
 

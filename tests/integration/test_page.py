@@ -115,6 +115,8 @@ def test_the_page_fits_the_screen_and_contains_text(page: Page) -> None:
     expect(page.locator("#envs")).to_contain_text(EVIL)
     assert page.locator("#envs h2 img").count() == 0
     assert page.title() == "envserve"
+    durations = page.evaluate("[0.0025, 0.0996, 0.9996].map(formatDuration)")
+    assert durations == ["2.5 ms", "100 ms", "1000 ms"]
     width = page.viewport_size
     assert width is not None
     assert page.evaluate("document.documentElement.scrollWidth") <= width["width"]
