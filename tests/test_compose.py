@@ -253,6 +253,16 @@ def test_prometheus_scrapes_the_metrics_ports_of_the_services() -> None:
     assert scraped == served
 
 
+def test_a_trainer_stands_still_only_if_it_takes_no_step_for_15_minutes() -> None:
+    """Its counter of steps is also 0 while it starts."""
+    file = ROOT / "deploy" / "prometheus" / "alerts.yml"
+    (group,) = yaml.safe_load(file.read_text())["groups"]
+    (rule,) = (each for each in group["rules"] if each["alert"] == "PpoStandsStill")
+    (window,) = re.findall(r"\[(\d+)m\]", rule["expr"])
+    assert int(window) + int(rule["for"].removesuffix("m")) == 15
+    assert "for 15 minutes" in rule["annotations"]["summary"]
+
+
 def test_the_systemd_unit_runs_an_existing_command_and_waits_for_its_drain() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
