@@ -564,14 +564,3 @@ def test_rows_wait_while_the_source_of_addresses_cannot_be_read(
     (tmp_path / "servers").write_text(listed)
     step_until_valid(player, rows)
     assert len(rows_at(player, added)) == 4
-
-
-def test_close_does_not_wait_for_a_running_poll(
-    source: Source, play: Play, wait_until: WaitUntil
-) -> None:
-    first, _ = source.start(4), source.lend(4)
-    player = play(8)
-    first.kill()
-    while player.step().valid.all():
-        pass
-    player.batch.close()
