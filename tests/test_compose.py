@@ -29,13 +29,8 @@ WITH_UI = ("page", "tensorboard", "prometheus", "grafana")
 Service = dict[str, Any]
 
 
-def resolve_without_docker() -> dict[str, Service]:
-    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services: dict[str, Service] = document["services"]
-    return services
-
-
-SERVICES = resolve_without_docker()
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Service] = COMPOSE["services"]
 
 
 def parse(program: str, command: str, *words: str) -> dict[str, Any]:
