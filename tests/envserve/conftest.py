@@ -144,6 +144,19 @@ def shared_address(lane_kind: str, shared_servers: Callable[[str], str]) -> str:
     return "" if lane_kind == "local" else shared_servers(lane_kind)
 
 
+# Like `shared_address`, these fixtures start servers before the check for processes.
+@pytest.fixture(scope="module")
+def tcp_address(shared_servers: Callable[[str], str]) -> str:
+    """The address of a shared server that listens on tcp."""
+    return shared_servers("tcp")
+
+
+@pytest.fixture(scope="module")
+def ipc_address(shared_servers: Callable[[str], str]) -> str:
+    """The address of a shared server that listens on ipc."""
+    return shared_servers("ipc")
+
+
 @contextlib.contextmanager
 def pools_of(launcher: Launcher) -> Iterator[None]:
     """Make local batches share one launcher, because a launcher starts slowly."""
