@@ -264,12 +264,15 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
     """Return a function that polls a condition, for example on a child process."""
 
     def wait(condition: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
-        give_up_at = time.monotonic() + timeout_seconds
+        began = time.monotonic()
         while not condition():
-            assert time.monotonic() < give_up_at, (
+            waited = time.monotonic() - began
+            assert waited < timeout_seconds, (
                 f"expected the condition to become true within {timeout_seconds:g} s"
             )
-            time.sleep(0.002)  # leave the cores to what is waited for
+            # Leave the cores to what is waited for: a condition may query a server,
+            # which takes both processes milliseconds.
+            time.sleep(min(0.05, 0.002 + 0.1 * waited))
 
     return wait
 

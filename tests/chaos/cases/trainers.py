@@ -128,7 +128,7 @@ def kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
 def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None:
     while request_welcome(server.address, 10.0).free_envs < num_envs:
         trial.check_time()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 @chaos_case(
