@@ -106,8 +106,8 @@ class ServerUnderTest:
         with contextlib.ExitStack() as stack:
             for client in clients:
                 stack.callback(client.link.close)
-            for client in filter(lambda client: client.epoch, clients):
-                client.request(client.message(MessageType.DETACH), MessageType.DETACHED)
+                if client.epoch:
+                    stack.callback(client.detach)
 
     @cached_property
     def reference(self) -> list[bytes]:
@@ -119,6 +119,8 @@ class ServerUnderTest:
         leases = [self.client().attach() for _ in range(2)]
         steps = range(_NUM_REFERENCE_STEPS)
         results = [[lease.step().raw for _ in steps] for lease in leases]
+        for lease in leases:
+            lease.detach()
         if results[0] != results[1]:
             raise SkipRule(
                 "the env is not deterministic: equal seeds give different results"
@@ -254,7 +256,8 @@ class ProbeClient:
           SkipRule: The server rejects the request.
         """
         fields = {**_ATTACH_FIELDS, "env_name": self.subject.env_name, **changes}
-        self.attached = self.message(2, Attach(**fields).encode(), epoch=0)
+        body = Attach(**fields).encode()
+        self.attached = self.message(MessageType.ATTACH, body, epoch=0)
         self.granted = self.grant(self.attached)
         granted = Granted.decode(self.granted, fields["num_envs"])
         self.spec, self.blocks = granted.spec, granted.blocks
@@ -277,6 +280,11 @@ class ProbeClient:
             raise SkipRule(text)
         expect(reply.type is MessageType.GRANTED, "GRANTED", text)
         return reply.body
+
+    def detach(self) -> None:
+        """Release the lease."""
+        self.request(self.message(MessageType.DETACH), MessageType.DETACHED)
+        self.epoch = 0
 
     def operation(self, kind: int, blocks: Sequence[int], body: bytes = b"") -> Message:
         """Return a STEP, RESET or CALL with the next seq of each block."""

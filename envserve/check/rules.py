@@ -164,7 +164,7 @@ def encodings(c: ProbeClient) -> None:
     for body in (b"", b"\xc1", b"\x81", deep, b"\xdd\xff\xff\xff\xff", b"\xd4\5\0"):
         c.expect_error(c.message(MessageType.ATTACH, body), _BAD)
     c.grant(_attach(c, of_a_later_version=[1, {"a": None}]))
-    c.request(c.message(MessageType.DETACH), MessageType.DETACHED)
+    c.detach()
 
 
 @rule("ATTACH")

@@ -47,11 +47,12 @@ def drain(
             boot = request(connection, hello, MessageType.WELCOME, seconds).boot
 
             def is_running() -> bool:
-                """Return whether the server replies and has not been restarted."""
-                with contextlib.suppress(ConnectError):
+                """Return whether the server has neither exited nor been restarted."""
+                try:
                     reply = request(connection, hello, MessageType.WELCOME, seconds)
-                    return reply.boot == boot
-                return False
+                except ConnectError:  # a server that hangs keeps its connections
+                    return connection.poll()[1]
+                return reply.boot == boot
 
             try:
                 request(connection, drain, MessageType.DRAIN, seconds)

@@ -51,18 +51,19 @@ class TextLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """Formats a record as a JSON object with time, level, logger and message.
 
-    The keys of `extra={"fields": {...}}` are added to the object.
+    The keys of `extra={"fields": {...}}` are added to the object, but replace none of
+    its keys.
     """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""
-        entry = {
+        entry: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **getattr(record, "fields", {}),
         }
+        entry |= getattr(record, "fields", {}) | entry
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)

@@ -154,7 +154,6 @@ class ServerLoop:
         self._lease_timer: asyncio.TimerHandle | None = None
         self._scheduled_read: asyncio.Handle | None = None
         self._fair_share = FairShare(protocol.quotas)
-        self._is_stopping = False
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
         router.sockets.start_reading(self._on_messages)
@@ -171,7 +170,6 @@ class ServerLoop:
         Args:
           grace_seconds: Seconds until the caller calls `stop`; sent to the clients.
         """
-        self._is_stopping = True
         self._carry_out(self._protocol.begin_drain(grace_seconds))
         self._schedule_read()
         await self._has_ended.wait()
@@ -189,8 +187,8 @@ class ServerLoop:
           reason: Reason for cutting a drain short, sent to the clients; "" without a
             drain.
         """
-        self._is_stopping = True
         self._close_seconds = timeout_seconds / 2
+        self._has_ended.clear()  # a drain may have set it
         self._carry_out(self._protocol.stop(reason))
         for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
@@ -231,7 +229,7 @@ class ServerLoop:
 
         Sessions that the users have started since `end_sessions` also end.
         """
-        if not self._is_stopping:
+        if not self._protocol.leases.is_ending:
             self._carry_out(self._protocol.leases.close_users(users))
             text = f"keys were revoked: {', '.join(sorted(users))}"
             self._router.sockets.reopen(text)
@@ -321,7 +319,7 @@ class ServerLoop:
                 self._audit(decision)
             else:  # BeginDrain
                 self._drain_requested.set()
-        if self._is_stopping and self._protocol.has_ended:
+        if self._protocol.leases.is_ending and self._protocol.has_ended:
             self._has_ended.set()
 
     def _send(self, reply: Reply) -> None:

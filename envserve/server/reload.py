@@ -7,6 +7,7 @@ whether the import succeeds and which files it reads.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -93,8 +94,9 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                 )
                 continue
             _LOGGER.info("%s changed; restarting the server", names)
-            if addresses.poll():
-                host = replace(host, binds=addresses.recv())
+            with contextlib.suppress(EOFError):  # the server exited before it was ready
+                if addresses.poll():
+                    host = replace(host, binds=addresses.recv())
             forward(signal.SIGINT, None)
             server.join()
             if signals == [signal.SIGINT]:  # only the signal sent above

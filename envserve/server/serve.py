@@ -143,8 +143,9 @@ async def serve(
         finally:
             if metrics is not None:
                 # Close the port in another thread, because a scrape may be waiting for
-                # this loop.
-                await asyncio.to_thread(metrics.server_close)
+                # this loop. If no thread can be started, `stack` closes the port.
+                with contextlib.suppress(RuntimeError):
+                    await asyncio.to_thread(metrics.server_close)
             seconds = _AFTER_DRAIN_SECONDS if abort_reason else _STOP_SECONDS
             await server.stop(seconds, abort_reason)
 

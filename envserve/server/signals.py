@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGINT, which request a drain or an immediate stop."""
+"""Handles SIGTERM, SIGHUP and SIGINT, which request a drain or an immediate stop."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, Self
 
 
 class ShutdownSignals:
-    """Context manager that turns SIGTERM and SIGINT into events.
+    """Context manager that turns SIGTERM, SIGHUP and SIGINT into events.
 
-    The first SIGTERM requests a drain; SIGINT or a second SIGTERM requests an immediate
-    stop.
+    The first SIGTERM requests a drain, and so does SIGHUP, which a closed terminal
+    sends, unless it is ignored (`nohup`). SIGINT or a second SIGTERM requests an
+    immediate stop.
 
     Attributes:
-      requested: Set by the first signal of either kind.
+      requested: Set by the first signal of any kind.
       immediate: Set when the server should stop without a drain.
     """
 
@@ -27,11 +28,13 @@ class ShutdownSignals:
     def __enter__(self) -> Self:
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self._loop.add_signal_handler(signal.SIGHUP, self.requested.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
 
     async def run_unless_immediate(

@@ -1,8 +1,8 @@
 """The `ppo` program; each command is in the module of the same name.
 
-Exit codes: 0 after success or a first SIGINT or SIGTERM, 130 after a second signal, 1
-if a run failed, 2 for invalid input. With `ppo train --restartable`, the exit code is 3
-if a signal stopped the run or its env servers were lost.
+Exit codes: 0 after success or a first SIGINT, SIGTERM or SIGHUP, 130 after a second
+signal, 1 if a run failed, 2 for invalid input. With `ppo train --restartable`, the exit
+code is 3 if a signal stopped the run or its env servers were lost.
 """
 
 from collections.abc import Sequence

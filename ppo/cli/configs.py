@@ -44,7 +44,7 @@ def configs(
         with report_errors():
             config = load_config(name)
         _print_keys(config, all_=all_)
-        if config == Config(env_name=name):
+        if config.non_defaults() == {"env_name": name}:
             print("`ppo train` adapts some settings to the spaces of the env.")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

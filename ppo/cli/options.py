@@ -113,10 +113,7 @@ def setting_keys() -> list[str]:
 
 
 def run_folders() -> list[str]:
-    """Return the run folders in the working directory and in runs/.
-
-    They are used for shell completion.
-    """
+    """Return the run folders in the working directory and runs/, for completion."""
     return [
         str(path.parent)
         for folder in (".", "runs")

@@ -172,7 +172,8 @@ class Screen:
             if self._progress is not None and self._phase == _TRAINING:
                 fields = self._progress._asdict()
                 fields |= fields.pop("metrics")
-            known = {k: v for k, v in fields.items() if v == v}  # JSON has no NaN
+            # JSON has neither NaN nor infinity.
+            known = {k: v for k, v in fields.items() if math.isfinite(v)}
             self._logger.info(text.strip(), extra={"fields": known})
 
     def _end_phase(self, *, is_finished: bool) -> None:

@@ -77,7 +77,9 @@ class RunPlan(NamedTuple):
         is_longer = config.planned_steps > earlier.planned_steps
         if not names or not is_longer or config.algorithm != "ppo":
             return ""
-        before, now = (1 - steps / c.planned_steps for c in (earlier, config))
+        before, now = (
+            max(0.0, 1 - steps / each.planned_steps) for each in (earlier, config)
+        )
         return (
             f"The run is longer now, so settings that decay to 0 increase from "
             f"{100 * before:.0f} % to {100 * now:.0f} % of their initial values: "

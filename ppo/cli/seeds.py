@@ -33,6 +33,7 @@ def train_seeds(
     num_seeds: int,
     at_once: int | None,
     workers: int | None,
+    threads: list[str],
 ) -> int:
     """Train the unfinished seeds of a study; then print and plot all returns.
 
@@ -42,6 +43,7 @@ def train_seeds(
       num_seeds: Number of seeds; 0 means the seeds in the folder of the study.
       at_once: Number of seeds to train at a time; by default, one per core.
       workers: Worker processes per seed; by default, the seed's share of the cores.
+      threads: Options that set numbers of TensorFlow threads, as the user gave them.
 
     Returns:
       The exit code: 1 if a seed failed, otherwise 0.
@@ -67,11 +69,12 @@ def train_seeds(
             run.save_config(plan.config.replace(seed=seed))
         run.save_env_source(plan.env_source)
     at_once = min(at_once or num_cores(), len(runs))
-    share = max(1, num_cores() // at_once)
-    for line in plan.header(workers or share):
+    workers = workers or max(1, num_cores() // at_once)
+    for line in plan.header(workers):
         screen.print(line)
     screen.print(f"  seeds  {', '.join(map(str, runs))}; {at_once} at a time")
-    has_failed = _train(screen, plan, runs, at_once, workers or share)
+    words = [f"--num-workers={workers}", f"--intra-op-threads={min(workers, 2)}"]
+    has_failed = _train(screen, plan, runs, at_once, [*words, *threads])
     means = {run.path: _mean_return(plan, run) for run in runs.values()}
     returns = {run: mean for run, mean in means.items() if mean is not None}
     if returns:
@@ -104,7 +107,7 @@ def _train(
     plan: RunPlan,
     runs: dict[int, RunFolder],
     at_once: int,
-    workers: int,
+    options: list[str],
 ) -> bool:
     """Train the unfinished seeds, and return whether a seed failed.
 
@@ -122,7 +125,7 @@ def _train(
                 _terminate(running)
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
-                running[seed] = _start(runs[seed], workers)
+                running[seed] = _start(runs[seed], options)
             # After a signal, there may be no process to wait for.
             for process in [*running.values()][:1]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,8 +145,7 @@ def _train(
     return num_failed > 0
 
 
-def _start(run: RunFolder, workers: int) -> subprocess.Popen[bytes]:
-    options = [f"--num-workers={workers}", f"--intra-op-threads={min(workers, 2)}"]
+def _start(run: RunFolder, options: list[str]) -> subprocess.Popen[bytes]:
     with contextlib.ExitStack() as stack:
         with run.writing():
             path = run.path / "output.log"

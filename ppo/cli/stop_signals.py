@@ -1,4 +1,8 @@
-"""Stop gracefully at the first SIGINT or SIGTERM, and immediately at the second.
+"""Stop gracefully at the first signal, and immediately at the second.
+
+The signals are SIGINT, SIGTERM and SIGHUP. A closed terminal sends SIGHUP, often twice.
+Therefore, SIGHUP never counts as the second signal. If it is ignored when the command
+starts (`nohup`), it stays ignored.
 
 After the first signal, training completes its iteration. If the envs do not reply, the
 iteration is abandoned instead: the listener thread sends the signal again to the main
@@ -16,12 +20,12 @@ from ppo.errors import TrainingStopped
 
 
 class StopSignals:
-    """Context manager that records the first SIGINT or SIGTERM.
+    """Context manager that records the first SIGINT, SIGTERM or SIGHUP.
 
-    A second signal raises `KeyboardInterrupt` in the main thread, as soon as it runs
-    Python code, and in any thread that calls `check`. Python runs no signal handler
-    while the main thread is inside TensorFlow, so a listener thread also receives the
-    signals.
+    A second signal other than SIGHUP raises `KeyboardInterrupt` in the main thread, as
+    soon as it runs Python code, and in any thread that calls `check`. Python runs no
+    signal handler while the main thread is inside TensorFlow, so a listener thread also
+    receives the signals.
 
     Args:
       on_first: Called in the listener thread when the first signal arrives.
@@ -51,7 +55,10 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         """Install the handlers; must be called in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             self._previous[number] = signal.signal(number, self._handle)
         self._writer.setblocking(False)
         self._previous_descriptor = signal.set_wakeup_fd(
@@ -98,7 +105,10 @@ class StopSignals:
                 continue
             if not number:
                 return
-            count += number[0] in self._previous
+            if number[0] in self._previous and (
+                not count or number[0] != signal.SIGHUP
+            ):
+                count += 1
             self._must_stop = self._must_stop or count > 0
             if count == 1 and not first:
                 first = number[0]
@@ -118,5 +128,7 @@ class StopSignals:
         # If two signals arrive during one TensorFlow call, Python calls this handler
         # only once. Therefore, the listener thread counts signals too.
         if self.received is not None or self._must_stop_now:
+            if number == signal.SIGHUP:
+                return
             raise KeyboardInterrupt
         self.received = signal.Signals(number)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 _PERMANENT_ERRORS = (BadInputError, SpaceError, WrapperError)
 
+_THREADS: Final = {"intra_op_threads", "inter_op_threads"}
 _RAY: Final = Option(panel="On Ray")
 _WATCHING: Final = Option(panel="Watching")
 
@@ -129,36 +130,37 @@ def train(
       on: Train with several learners on a Ray cluster; the first runs on this host.
       learners: Number of learners, including the one on this host.
     """
+    logger = None
+    if log_format == "json":
+        set_up_logs("info", log_format)
+        logger = logging.getLogger("ppo")
     with report_errors(log_format, restartable):
         if (on, learners, resources) != (None, None, None):
             return on_ray.train_on_ray(given)
-        is_study = seeds is not None or bool(resume and seed_folders(resume))
-        if is_study and (page or film or metrics_port is not None):
-            raise ConfigError(
-                "--page, --film, --metrics-port: cannot be combined with several "
-                "seeds; omit these options or --seeds."
-            )
-        if at_once is not None and not is_study:
-            raise ConfigError(
-                "--at-once requires --seeds; add --seeds, or omit --at-once."
-            )
         addresses, index = (
             read_tf_config(seeds, resume) if distribute else (["here"], 0)
         )
         can_restart = restartable and not index
         resume = _folder_to_resume(can_restart, resume, run_dir, seed, seeds)
+        is_study = seeds is not None or bool(resume and seed_folders(resume))
+        is_monitored = page or film or metrics_port is not None
+        if is_study and (is_monitored or restartable or distribute):
+            raise ConfigError(
+                "--page, --film, --metrics-port, --restartable, --distribute: cannot "
+                "be combined with several seeds; omit these options or --seeds."
+            )
+        if at_once is not None and not is_study:
+            raise ConfigError(
+                "--at-once requires --seeds; add --seeds, or omit --at-once."
+            )
         changes = [*(set_ or []), *([] if seed is None else [f"seed={seed}"])]
         changes += [] if min_servers is None else [f"min_servers={min_servers}"]
         options = SourceOptions(connect, import_, trust)
         check_trust(config, resume, changes, options)
-    logger = None
-    if log_format == "json":
-        set_up_logs("info", log_format)
-        logger = logging.getLogger("ppo")
     with (
         nonblocking_output(),
         report_errors(log_format, restartable),
-        resume_hints(3 if restartable else 130) as runs,
+        resume_hints(3 if restartable else 130, logger) as runs,
         sigterm_raises(),
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
@@ -182,9 +184,12 @@ def train(
                     screen, config, changes, run_dir, source, runs, film=film
                 )
             monitors.enter_context(plan.run_folder.locked())
-            if is_study or seed_folders(plan.run_folder.path):
+            if is_study:
                 save_env_source(plan)
-                return train_seeds(screen, plan, seeds or 0, at_once, num_workers)
+                words = given.words(*given.values.keys() - _THREADS)
+                return train_seeds(
+                    screen, plan, seeds or 0, at_once, num_workers, words
+                )
             # Raise an error if the envs cannot be divided equally among the learners.
             plan.config.per_learner(len(addresses))
             for line in plan.header(num_workers):
@@ -461,11 +466,14 @@ def _finish(screen: Screen, plan: RunPlan, is_filmed: bool, *, can_film: bool) -
 
 
 @contextlib.contextmanager
-def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
+def resume_hints(
+    terminated_code: int = 130, logger: logging.Logger | None = None
+) -> Iterator[list[RunFolder]]:
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
       terminated_code: Exit code after SIGTERM.
+      logger: Logger to use instead of stderr.
 
     Yields:
       A list to which the caller appends the run folder.
@@ -486,7 +494,10 @@ def resume_hints(terminated_code: int = 130) -> Iterator[list[RunFolder]]:
             text += _resume_hint(runs[0])
         elif runs and any(runs[0].path.glob("seed-*")):
             text = f"Stopped immediately. {_resume_hint(runs[0])}"
-        print(text, file=sys.stderr)
+        if logger is None:
+            print(text, file=sys.stderr)
+        else:
+            logger.warning(text)
         is_sigterm = isinstance(interrupt, Terminated)
         raise SystemExit(terminated_code if is_sigterm else 130) from None
 

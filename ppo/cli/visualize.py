@@ -33,7 +33,7 @@ def visualize(
     episodes: Count = 5,
     checkpoint: Checkpoint = None,
     sampled: Sampled = False,
-    seed: Annotated[int, Meta(ge=0)] | None = None,
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None,
     connect: Connect = None,
     import_: Import = None,
     trust: Trust = False,

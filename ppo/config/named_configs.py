@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import is_user_env, sibling_imports
+from envserve.envs.user_envs import env_name_of, is_user_env, sibling_imports
 from envserve.regular_file import open_regular
 from envserve.text import with_article
 from ppo.config.config import Config
@@ -252,8 +252,9 @@ def expected_result(config: Config) -> tuple[str, str]:
     The return is followed by its range over seeds. Both texts are empty if the config
     has not been measured. The seed of the config is ignored.
     """
+    config = config.replace(seed=Config.seed)  # no named config sets the seed
     for name, (returns, seconds) in EXPECTED_RESULTS.items():
-        if config.replace(seed=CONFIGS[name].seed) == CONFIGS[name]:
+        if config == CONFIGS[name]:
             is_short = seconds < 100
             return returns, f"{seconds} s" if is_short else f"{seconds / 60:.0f} min"
     return "", ""
@@ -421,7 +422,8 @@ def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
             if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
                 return other
         values = {k: v for k, v in values.items() if k in _TASK_SETTINGS}
-    values.pop("algorithm_settings", None)
+    if env_name_of(algorithms[-1]) != env_name_of(config.algorithm):
+        values.pop("algorithm_settings", None)  # unless only the user's file has moved
     return Config(**values | {"algorithm": algorithms[-1]})
 
 

@@ -151,7 +151,8 @@ def play_episode(
 
 def _add_to_tensorboard(video: Path, folder: Path, steps: int) -> None:
     """Add the first 20 seconds of a video as a GIF, which TensorBoard can play."""
-    options = "-vf fps=10,scale=320:-2 -t 20 -f gif -"
+    # Without `eof_action`, ffmpeg drops all frames of a video shorter than 0.05 s.
+    options = "-vf fps=10:eof_action=pass,scale=320:-2 -t 20 -f gif -"
     video = video.absolute()  # "10:30/a.mp4" would name a protocol
     command = [find_ffmpeg(), "-loglevel", "error", "-i", str(video), *options.split()]
     gif = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)

@@ -178,19 +178,14 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return True
-        try:
-            with self.locked():
-                return self._remove_if_unused()
-        except (RunLockedError, RunWriteError, OSError):
-            return not self.path.is_dir()
-
-    def _remove_if_unused(self) -> bool:
-        names = {file.name for file in self.path.iterdir()}
-        has_row = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
-        if has_row or names - {*_FIRST_FILES, "metrics.jsonl", "tensorboard"}:
-            return False
-        shutil.rmtree(self.path)
-        return True
+        cannot_remove = contextlib.suppress(RunLockedError, RunWriteError, OSError)
+        with cannot_remove, self.locked():
+            names = {file.name for file in self.path.iterdir()}
+            path = self.metrics_path
+            has_row = path.exists() and path.stat().st_size > 0
+            if not has_row and names <= {*_FIRST_FILES, "metrics.jsonl", "tensorboard"}:
+                shutil.rmtree(self.path)
+        return not self.path.is_dir()
 
     def env_source(self) -> EnvSource:
         """Read the run's env source; without `envs.json`, the envs are local.

@@ -24,8 +24,9 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from tests.envserve.session_fakes import FakePool, FakeServer
 from tests.simulation.pool import Operation
 
-#: The lease is short because tests check that it expires; time is simulated.
-HOST = HostSettings(num_workers=1, lease_seconds=2.0)
+#: The lease is short because tests check that it expires; time is simulated. The check
+#: needs no more than 8 envs.
+HOST = HostSettings(num_workers=1, envs_per_worker=8, lease_seconds=2.0)
 
 
 class Envs(FakePool):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from envserve.check.probe_client import ServerUnderTest
 from envserve.check.rules import RULES
 from envserve.cli.app import PROGRAM
+from envserve.errors import ConnectError
 from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
     DEFECTS,
@@ -33,6 +36,18 @@ def test_each_defect_fails_its_rule(broken: type[Server]) -> None:
     found = next(f for f in findings(broken()) if f.name == DEFECTS[broken])
     assert found.outcome == "fail", found
     assert "expected" in found.why or "required" in found.why
+
+
+def test_a_lease_that_is_not_released_does_not_keep_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    subject = ServerUnderTest(lambda: MemoryLink(server))  # type: ignore[arg-type, return-value]
+    clients = [subject.client().attach(num_envs=2) for _ in range(3)]
+    monkeypatch.setattr(clients[1], "detach", mock.Mock(side_effect=ConnectError))
+    with pytest.raises(ConnectError):
+        subject.close_clients()
+    assert len(server.pools) == 1
 
 
 def test_each_rule_names_a_section_of_the_document() -> None:

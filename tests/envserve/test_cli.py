@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from envserve.server.zmq_guards.listeners import listen
 from envserve.settings import HostSettings
 from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve, WaitUntil
+from tests.envserve.limits import resource_limit
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_fakes import make_welcome
 
@@ -372,3 +374,14 @@ def test_a_server_can_listen_at_an_ipv6_address_with_a_zone() -> None:
     for zone in ("nowhere", "9" * 40):
         with pytest.raises(ServerError, match=f"{zone}.*: no interface with this name"):
             listen(f"tcp://[::1%{zone}]:0")
+
+
+def test_a_socket_that_cannot_be_created_or_bound_is_an_error() -> None:
+    with pytest.raises(ServerError, match=r"cannot listen on tcp://ü.*: encoding of"):
+        listen("tcp://ü..b:1")
+    with (
+        # A host without IPv6 causes another OSError at the same point.
+        resource_limit(os.getpid(), resource.RLIMIT_NOFILE, 0),
+        pytest.raises(ServerError, match="Too many open files; choose an address"),
+    ):
+        listen("tcp://[::1]:0")

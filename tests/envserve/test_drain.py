@@ -99,6 +99,15 @@ def test_a_server_that_does_not_reply_to_the_request_is_an_error(
     assert drain(f"ipc://{tmp_path}/server") == (1, "Error: no reply\n")
 
 
+def test_a_server_that_hangs_with_its_connection_open_is_still_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply_with([1, 1, 0, 0], monkeypatch)
+    monkeypatch.setattr(Connection, "poll", lambda _: (False, True))
+    code, text = drain(f"ipc://{tmp_path}/server", "--timeout", "0.001")
+    assert (code, "still draining after" in text) == (3, True)
+
+
 def reply_with(boots: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Reply to requests with these boot ids; 0 for no reply."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -140,3 +141,23 @@ def test_the_exit_code_of_a_server_that_exits_by_itself_is_returned(
 ) -> None:
     host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
     assert reload.serve_with_reload(host, lambda host, send: 5) == 5
+
+
+def test_a_server_that_exits_before_it_is_ready_is_restarted_by_a_change(
+    folder: Path,
+) -> None:
+    source, probed = folder / "my_env.py", folder / "probed"
+
+    def serve(*_: object) -> int:
+        if probed.exists():
+            return 6
+        # The server exits while the changed file is being imported.
+        save(
+            source, f"{SOURCE}\nimport time\nopen({str(probed)!r}, 'w')\ntime.sleep(1)"
+        )
+        while not probed.exists():
+            time.sleep(0.01)
+        return 5
+
+    host = HostSettings(env_names=(f"{source}:Same",))
+    assert reload.serve_with_reload(host, serve) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,14 +51,15 @@ def test_running_episodes_end_and_every_transition_is_correct(
     assert "Traceback" not in check_end(server)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_an_episode_that_does_not_end_is_cut_off_at_the_end_of_the_grace_period(
-    serve: Serve, join: Join
+    serve: Serve, join: Join, number: int
 ) -> None:
     server = serve("--drain-grace", "0.4", "--allow-kwarg", "length")
     idle = join(server, 3, session=6)
     client = join(server, env_kwargs={"length": 1 << 40})
     client.reset()
-    server.signal(signal.SIGTERM)
+    server.signal(number)
     while not client.is_over and step_and_check(client, 7):
         idle.pump()
     for each in (client, idle):
@@ -91,6 +93,29 @@ def test_without_grace_period_a_server_stops_immediately(
     serve: Serve, join: Join
 ) -> None:
     server = serve("--drain-grace", "0")
+    client = join(server)
+    server.signal(signal.SIGTERM)
+    assert "the server was stopped" in client.wait_for_end()
+    check_end(server)
+
+
+#: `envserve` on a host where no further thread can be started.
+WITHOUT_THREADS = (
+    "-c",
+    "import asyncio\n"
+    'async def fail(*_): raise RuntimeError("can\'t start new thread")\n'
+    "asyncio.to_thread = fail\n"
+    "from envserve.cli.app import main\n"
+    "main()",
+)
+
+
+def test_clients_are_notified_of_a_stop_even_if_no_thread_can_be_started(
+    serve: Serve, join: Join, tmp_path: Path
+) -> None:
+    bind = (f"ipc://{tmp_path}/envs",)  # without keys, the server needs no thread
+    options = ("--metrics-port", "0", "--drain-grace", "0")
+    server = serve(*options, bind=bind, program=WITHOUT_THREADS)
     client = join(server)
     server.signal(signal.SIGTERM)
     assert "the server was stopped" in client.wait_for_end()

@@ -18,16 +18,18 @@ from envserve.errors import (
     WorkerError,
     WrapperError,
 )
+from envserve.session.client.attachment import attach_of
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
-from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.constants import MAX_ATTACH_BYTES, ErrorCode, MessageType
 from envserve.wire.error_body import ErrorBody
 from envserve.wire.handshake import Hello
 from envserve.wire.message import Message, decode, encode
 from envserve.wrappers.specs import WrapperSpec
 from tests.envserve.session_fakes import (
+    ADDRESS,
     SPEC,
     FakeServer,
     attach,
@@ -134,12 +136,24 @@ def test_a_client_waits_for_envs_that_are_built_slowly() -> None:
     assert state_of(client) is ClientState.READY
 
 
-def test_a_busy_error_lists_free_and_leased_envs() -> None:
-    server = FakeServer(policy=HostSettings(num_workers=2, envs_per_worker=4))
-    attach(server, num_envs=6)
-    error = failed_client(server, num_envs=3)
-    assert isinstance(error, EnvsBusy)
-    assert "3 envs requested, 2 of 8 free (leased: 6 of Fake-v0" in str(error)
+def test_a_short_lease_does_not_expire_during_the_build() -> None:
+    server = FakeServer(HostSettings(lease_seconds=1.5), builds_at_once=False)
+    client = try_to_attach(server)
+    for now in np.arange(0.0, 20.0, 0.25):
+        client.advance(now)
+        exchange(client, server, now)
+        server.poll(now)
+        assert client.state is ClientState.ATTACHING, client.error
+
+
+def test_arguments_that_would_be_too_long_after_a_loss_are_rejected_at_once() -> None:
+    """The numbers in a later ATTACH take more bytes than those in the first one."""
+    room = MAX_ATTACH_BYTES - len(make_attach(env_kwargs={"map": ""}).encode())
+    attach_of(make_attach(env_kwargs={"map": "x" * (room - 20)}), ADDRESS)
+    request = make_attach(env_kwargs={"map": "x" * (room - 2)})
+    assert len(request.encode()) <= MAX_ATTACH_BYTES
+    with pytest.raises(EnvStartError, match="4096"):
+        attach_of(request, ADDRESS)
 
 
 def test_a_busy_error_names_only_leases_of_the_same_client() -> None:
@@ -296,9 +310,10 @@ def test_a_lease_whose_results_would_be_too_long_is_rejected(
         "envserve.session.server.lease_table.MAX_RESULT_BYTES", 4 * row_bytes
     )
     attach(FakeServer(), num_envs=4)
-    error = failed_client(FakeServer(), num_envs=5)
+    error = failed_client(server := FakeServer(), num_envs=5)
     assert isinstance(error, EnvStartError)
     assert f"results of 5 envs need up to {5 * row_bytes} bytes" in str(error)
+    assert not server.audits  # the lease has neither begun nor ended
 
 
 def test_the_name_of_a_client_is_logged_on_one_line(

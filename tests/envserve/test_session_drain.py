@@ -177,6 +177,18 @@ def test_envs_that_are_being_built_are_not_granted() -> None:
     assert server.protocol.leases.num_free_envs == 128
 
 
+def test_a_drain_does_not_wait_for_acknowledgements_but_a_stop_does() -> None:
+    """A client that died during the build would delay the end by the grace period."""
+    server = FakeServer(builds_at_once=False)
+    client = try_to_attach(server)
+    drain(server)
+    assert server.protocol.has_ended
+    server.carry_out(server.protocol.stop(), 0.0)
+    assert not server.protocol.has_ended
+    exchange(client, server, 0.0)
+    assert server.protocol.has_ended
+
+
 def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
     server = FakeServer()
     client = attach(server, kind=SingleLeaseSession)

@@ -132,6 +132,16 @@ def test_a_late_copy_is_ignored(client: RawClient) -> None:
     assert client.pool.executed[2:] == [(0, (2, 2)), (1, (2, 2))]
 
 
+def test_a_late_copy_is_ignored_if_one_of_its_blocks_runs_a_later_request(
+    client: RawClient,
+) -> None:
+    first = client.step(1)
+    client.send(first)
+    client.finish()
+    client.send(client.step(2, seq=2, blocks=[0]))
+    assert not client.send(changed(first, attempt=1))
+
+
 def test_a_call_is_answered_again_but_not_executed_again(client: RawClient) -> None:
     frames = client.call(3, "call", "render")
     client.send(frames)

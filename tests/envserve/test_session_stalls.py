@@ -363,6 +363,7 @@ def test_copies_that_broken_connections_lose_do_not_count() -> None:
 
 
 def test_a_restarted_server_is_not_mistaken_for_a_faulty_one() -> None:
+    """The late first reply of the new lease does not count as the earlier loss."""
     client, restarted = attach_and_restart()
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, restarted, 1.0, until=300.0)  # a slow reset

@@ -1,7 +1,6 @@
 """Checkpoints: bit-identical resuming, atomic writes, retention, and errors."""
 
 import errno
-import json
 import resource
 import subprocess
 import sys
@@ -216,11 +215,6 @@ def test_the_best_checkpoint_is_kept_and_found(tmp_path: Path) -> None:
     assert checkpoint.best_return(tmp_path) == 7.0
     assert checkpoint.load_agent(tmp_path, learner.agent, "best") == Counters(3, 300)
     assert checkpoint.read_counters(tmp_path) == Counters(7, 700)
-    (tmp_path / "00000003" / "evaluation.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"evaluation\.json: cannot read the eval"
-    ):
-        checkpoint.best_return(tmp_path)
 
 
 @pytest.mark.parametrize("which", [None, 300, "best"])
@@ -268,15 +262,6 @@ def test_a_checkpoint_that_cannot_be_read_does_not_suggest_a_new_run(
         learner.restore(tmp_path / "[a]")
     message = f"{path}: cannot be read; [Errno 2] No such file or directory: "
     assert str(caught.value).startswith(message)
-
-
-def test_damaged_counters_are_an_error_that_names_the_file(tmp_path: Path) -> None:
-    path = Learner().save(tmp_path, 1)
-    (path / "counters.json").write_text(json.dumps({"iteration": 1}))
-    assert checkpoint.read_counters(tmp_path) == Counters(1, 0)
-    (path / "counters.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"counters\.json"):
-        checkpoint.read_counters(tmp_path)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_intact(

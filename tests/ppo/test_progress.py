@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import logging
 import math
 import os
 import re
@@ -227,6 +228,14 @@ def test_finished_phases_leave_a_line(clock: Clock) -> None:
     assert "compiling, 3 s\n" in text
     assert "training, 12 s: 22,528/40,960 steps, return 21.2 ▁▁▁" in text
     assert "evaluating, 0:01:15\n" in text
+
+
+def test_log_records_contain_only_numbers_that_json_has() -> None:
+    logger = mock.Mock(spec=logging.Logger)
+    screen = Screen(console(80, is_terminal=False), logger)
+    screen.show(Progress(64, 2.0, math.nan, 0, {"kl": 0.1, "mine": math.inf}))
+    fields = {"steps": 64, "steps_per_second": 2.0, "lost_steps": 0, "kl": 0.1}
+    assert logger.info.call_args.kwargs["extra"] == {"fields": fields}
 
 
 def test_a_sparkline_covers_all_numbers_at_any_width() -> None:

@@ -1,7 +1,6 @@
 """Run folders: creating, opening, errors, and metrics files."""
 
 import errno
-import json
 import logging
 import math
 import os
@@ -81,13 +80,6 @@ def test_a_folder_without_a_valid_run_cannot_be_opened(
     (tmp_path / file).write_text(text)
     with pytest.raises((ConfigError, RunFolderError), match=message):
         RunFolder.open(tmp_path / "run")
-
-
-def test_an_evaluation_is_saved(tmp_path: Path) -> None:
-    run = RunFolder.create(tmp_path / "run", CONFIG)
-    run.save_evaluation({"mean_return": 3.0})
-    saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert saved == {"mean_return": 3.0}
 
 
 def test_metrics_are_written_as_json_lines_and_tensorboard_events(

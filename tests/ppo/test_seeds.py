@@ -46,7 +46,7 @@ def starts(folder: Path) -> list[int]:
     return [len(f.read_text().splitlines()) if f.exists() else 0 for f in files]
 
 
-def study(folder: Path, *arguments: str) -> Sequence[object]:
+def study(folder: Path, *arguments: object) -> Sequence[object]:
     seeds = ("--seeds", "3", "--seed", "7", "--at-once", "2")
     return ("train", "CartPole-v1", *seeds, *SETTINGS, "--run-dir", folder, *arguments)
 
@@ -76,10 +76,13 @@ def test_four_seeds_with_the_actions_of_the_config_have_an_interquartile_mean(
 def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_instead(monkeypatch, ALL_BUT_ONE)
+    log = "\n(folder / 'words').write_text(' '.join(sys.argv[2:6]))"
+    run_instead(monkeypatch, ALL_BUT_ONE + log)
     folder = tmp_path / "my study"
-    code, output, _ = ppo(*study(folder))
+    code, output, _ = ppo(*study(folder, "--num-workers", 4, "--intra-op-threads", 1))
     assert code == 1
+    words = "--num-workers=4 --intra-op-threads=2 --intra-op-threads 1"
+    assert (folder / "seed-7" / "words").read_text() == words
     assert "  seeds  7, 8, 9; 2 at a time\n" in output
     assert "seed 8 failed: Error: no luck\n" in output
     assert "seed 9: mean return 90.0\n" in output
@@ -133,9 +136,13 @@ def test_seeds_that_a_callback_ended_are_finished(
         assert code == 0, output
         assert "Mean return 5.0 over 3 of 3 seeds" in output
     assert starts(folder) == [2, 2, 2]
-    code, _, error = ppo("train", "--resume", folder, "--metrics-port", "0")
-    assert code == 2
-    assert "cannot be combined with several seeds" in error
+    for words in (
+        ("--resume", folder, "--metrics-port", "0"),
+        ("CartPole-v1", "--run-dir", folder, "--restartable"),
+    ):
+        code, _, error = ppo("train", *words)
+        assert code == 2
+        assert "cannot be combined with several seeds" in error
     code, _, error = ppo("evaluate", folder)
     assert code == 2
     assert error.startswith(f"Error: {folder}: expected the folder of a single run,")

@@ -130,6 +130,15 @@ def test_images_action_masks_and_multi_discrete_actions_are_supported(
     assert returns.tolist() == [5.0]  # the mask allows only action 1
 
 
+def test_an_episode_of_one_step_is_shown_in_tensorboard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ppo.evaluation.videos.frames_per_second", lambda _: 125.0)
+    visualize(tmp_path / "run", CONFIG.replace(env_kwargs={"length": 1}))
+    (events,) = (tmp_path / "run" / "tensorboard").iterdir()
+    assert b"GIF89a" in events.read_bytes()
+
+
 def test_the_summary_is_not_written_through_a_link(tmp_path: Path) -> None:
     save_run(tmp_path / "run", CONFIG)
     (tmp_path / "precious").write_text("x")

@@ -34,9 +34,10 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
         remedy = "choose a short, unused path in a folder that you own"
     elif "[" in rest:
         family = socketlib.AF_INET6
-    listener = socketlib.socket(family)
-    listener.setblocking(False)
+    listener = None
     try:
+        listener = socketlib.socket(family)  # fails if the host has no IPv6
+        listener.setblocking(False)
         if scheme == "ipc":
             _bind_file(listener, rest)
         else:
@@ -50,10 +51,12 @@ def listen(address: str) -> tuple[socketlib.socket, str]:
                 host = listener.getsockname()[0]
             address = f"tcp://{host}:{listener.getsockname()[1]}"
         listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or error
-        if error.errno == errno.EADDRINUSE and scheme == "tcp":
+    except (OSError, TypeError) as error:  # TypeError: a name that IDNA cannot encode
+        if listener is not None:
+            listener.close()
+        reason = getattr(error, "strerror", None) or error
+        is_in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        if is_in_use and scheme == "tcp":
             remedy = (
                 "stop the program that uses this port, or choose another port; port 0 "
                 "selects a free one"

@@ -271,7 +271,8 @@ class Attachment:
         # If the server was already silent (an interrupted call may have been waiting
         # for its reply), the loss is dated back to the beginning of the silence.
         since = min(requests.liveness.silent_since, now)
-        loss = self.lost_lease = LostLease(error, since, detach_frames=detach_frames)
+        loss = LostLease(error, since, requests.boot, detach_frames=detach_frames)
+        self.lost_lease = loss
         self.client_blocks.mark_lost(error)
         requests.change_session()
         if previous is None:
@@ -346,12 +347,14 @@ class Attachment:
         Retrying helps after a restart, when other clients may have attached first, and
         while a server drains, because another one may replace it. If the lease expired
         because this client was silent, the clients that now have the envs keep them.
+        With `Timeouts.pads_lost_rows`, retry nevertheless.
         """
         is_full = body.code is ErrorCode.ENVS_BUSY and not body.is_draining
         if (
             is_full
             and isinstance(loss.error, LeaseLost)
-            and self.address == self.granted_by
+            and self._requests.boot == loss.boot
+            and not self._timeouts.pads_lost_rows
         ):
             loss.busy_until = min(loss.busy_until, now + _BUSY_SECONDS)
             if now >= loss.busy_until:
@@ -549,8 +552,11 @@ class Attachment:
         """Change to LOST, and send a DETACH, because the server may hold a lease.
 
         If the session was moving to this server from another one, the session does not
-        end: the server is only marked as rejected.
+        end: the server is only marked as rejected. If the session has already ended,
+        nothing changes.
         """
+        if self.machine.state.is_over:
+            return
         detach_frames = self._requests.pack(MessageType.DETACH)
         if self.lost_lease is not None and self.address != self.granted_by:
             _LOGGER.warning("%s; waiting for another server", error)
@@ -593,8 +599,10 @@ def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
 def attach_of(request: EnvRequest, address: str) -> Attach:
     """Return the ATTACH for a request; raise EnvStartError if it cannot be encoded."""
     attach = copy_as(Attach, request)
+    # The numbers of an ATTACH for a later lease are encoded in more bytes.
+    longest = {"first_incarnation": 0xFFFFFFFF, "blocks_per_split": request.num_envs}
     try:
-        attach.encode()
+        copy_as(Attach, attach, **longest).encode()
     except codec.CodecError as error:
         raise EnvStartError(f"{address}: env_kwargs or wrappers: {error}") from None
     return attach

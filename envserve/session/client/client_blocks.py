@@ -20,7 +20,7 @@ final observation, and status SERVER_LOST. With autoreset "next_step":
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from envserve.errors import EnvserveError, LocalProtocolError, RemoteProtocolError
@@ -42,7 +42,7 @@ from envserve.wire.bodies import ResetBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MessageType
 from envserve.wire.message import Buffer, Message
 from envserve.wire.result_report import ResultReport
-from envserve.wire.rows import BlockParts, RowCodec, RowPart
+from envserve.wire.rows import BlockParts, RowCodec
 
 _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum number of different warnings from a server that are logged. Each warning is
@@ -52,87 +52,6 @@ _MAX_WARNED: Final = 16
 #: Outcomes of a reply; the request that it replies to, or None if the reply contains no
 #: rows; and its body and payload.
 _Reply = tuple[list[Outcome], Request | None, Buffer, Buffer]
-
-
-class _RowWriter:
-    """Writes received results to the caller's rows, in the caller's thread.
-
-    Attributes:
-      rows: The rows.
-      parts: Parts of the rows, by tuple of block indices.
-      max_result_bytes: Maximum length of a result for all blocks.
-      finals_written: Indices of blocks whose final observations were already written
-        for the current operation.
-    """
-
-    def __init__(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> None:
-        self.rows = Rows.allocate(spec, blocks[-1].stop)
-        codec = RowCodec(self.rows)
-        self.parts = BlockParts(codec, blocks)
-        self.max_result_bytes = codec.max_result_bytes
-        self._blocks = blocks
-        self.finals_written: set[int] = set()
-
-    def write(
-        self,
-        outcomes: Sequence[Outcome],
-        request: Request,
-        body: Buffer,
-        payload: Buffer,
-        lost: Container[int],
-        deferred: Container[int],
-    ) -> None:
-        """Write the rows of blocks that were stepped or reset.
-
-        Args:
-          outcomes: Outcomes of these blocks.
-          request: The request that the message replies to.
-          body: Body of the message.
-          payload: Payload of the message.
-          lost: Indices of the blocks that are lost.
-          deferred: Indices of the blocks whose next step returns first observations.
-
-        Raises:
-          RemoteProtocolError: The message does not fit the blocks.
-        """
-        part = request.part
-        if part is None or len(outcomes) < len(request.entries):
-            part = self.parts[tuple([outcome.block for outcome in outcomes])]
-        if request.type is MessageType.STEP:
-            part.unpack_results(body, payload)
-        elif request.is_step and (outcomes[0].faults or outcomes[0].error):
-            self._write_lost(outcomes[0], part, body, payload)
-        else:
-            # If only some rows of a lost block are reset, the other rows keep their
-            # last observation, because the message contains no observation for them,
-            # or the first observation of an episode that has not begun for the caller.
-            others = [
-                row
-                for out in outcomes
-                if out.block in lost or out.block in deferred
-                for row in _rows_not_reset(request, self._blocks[out.block])
-            ]
-            last = [leaf[others] for leaf in self.rows.observation]
-            part.unpack_results(body, payload)
-            for leaf, values in zip(self.rows.observation, last, strict=True):
-                leaf[others] = values
-
-    def _write_lost(
-        self, outcome: Outcome, part: RowPart, body: Buffer, payload: Buffer
-    ) -> None:
-        """Write the rows of a lost block, which was reset instead of stepped."""
-        if outcome.error is None:
-            self.write_final(outcome.block)
-            part.unpack_results(body, payload)
-            block = self._blocks[outcome.block]
-            write_lost(self.rows, slice(block.start, block.stop), Status.SERVER_LOST)
-
-    def write_final(self, index: int) -> None:
-        """Copy a block's observations to its final observations, once per operation."""
-        if index not in self.finals_written:
-            self.finals_written.add(index)
-            block = self._blocks[index]
-            copy_observation_to_final(self.rows, slice(block.start, block.stop))
 
 
 class ClientBlocks:
@@ -174,9 +93,9 @@ class ClientBlocks:
         """
         self.spec = spec
         self.blocks = blocks
-        self._writer = _RowWriter(spec, blocks)
-        self.rows = self._writer.rows
-        self.max_result_bytes = self._writer.max_result_bytes
+        self.rows = Rows.allocate(spec, blocks[-1].stop)
+        codec = RowCodec(self.rows)
+        self.max_result_bytes = codec.max_result_bytes
         self.num_pieces = len(blocks) + (self.max_result_bytes >> 16)
         self.in_flight: dict[int, Request] = {}
         self.ended: set[int] = set()
@@ -185,11 +104,14 @@ class ClientBlocks:
         self.absent_is_stale = self.is_vacant = False
         self.protocol_error: RemoteProtocolError | None = None
         self.address, self._liveness = address, liveness
-        self._parts = self._writer.parts
+        self._parts = BlockParts(codec, blocks)
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
         self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
         self._replies: list[_Reply] = []
+        #: Indices of blocks whose observations were already copied to their final
+        #: observations for the current operation.
+        self._finals_written: set[int] = set()
         #: Indices of blocks that an ABSENT from the server has listed.
         self._reported_absent: set[int] = set()
         self._warned: set[str] = set()
@@ -491,7 +413,7 @@ class ClientBlocks:
         self.in_flight.clear()
         self._replies.clear()
         self._reported_absent.clear()
-        self._writer.finals_written.clear()
+        self._finals_written.clear()
         self._lost_at_end.clear()
         self._is_discarded = True
         self.ended.clear()
@@ -511,10 +433,7 @@ class ClientBlocks:
         for outcomes, request, body, payload in replies:
             if request is not None:
                 try:
-                    deferred = self._first_observations
-                    self._writer.write(
-                        outcomes, request, body, payload, self.lost, deferred
-                    )
+                    self._write(outcomes, request, body, payload)
                     if (
                         self._is_next_step
                         and request.type is MessageType.RESET
@@ -527,10 +446,56 @@ class ClientBlocks:
                     self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
             collected += outcomes
-        if self._writer.finals_written:
+        if self._finals_written:
             blocks = [outcome.block for outcome in collected]
-            self._writer.finals_written.difference_update(blocks)
+            self._finals_written.difference_update(blocks)
         return collected
+
+    def _write(
+        self,
+        outcomes: Sequence[Outcome],
+        request: Request,
+        body: Buffer,
+        payload: Buffer,
+    ) -> None:
+        """Write the rows of a reply to a step or reset, which has these outcomes.
+
+        Raises:
+          RemoteProtocolError: The reply does not fit the blocks.
+        """
+        part, first = request.part, outcomes[0]
+        if part is None or len(outcomes) < len(request.entries):
+            part = self._parts[tuple([outcome.block for outcome in outcomes])]
+        if request.type is MessageType.STEP:
+            part.unpack_results(body, payload)
+        elif request.is_step and (first.faults or first.error):
+            # A lost block was reset instead of stepped. After an error, the rows of the
+            # reply have no meaning.
+            if first.error is None:
+                self._write_final(first.block)
+                part.unpack_results(body, payload)
+                row_slice = self.blocks[first.block].row_slice
+                write_lost(self.rows, row_slice, Status.SERVER_LOST)
+        else:
+            # If only some rows of a lost block are reset, the other rows keep their
+            # last observation. The reply contains no observation for them or, with
+            # "next_step", one of an episode that has not begun for the caller.
+            others = [
+                row
+                for out in outcomes
+                if out.block in self.lost or out.block in self._first_observations
+                for row in _rows_not_reset(request, self.blocks[out.block])
+            ]
+            last = [leaf[others] for leaf in self.rows.observation]
+            part.unpack_results(body, payload)
+            for leaf, values in zip(self.rows.observation, last, strict=True):
+                leaf[others] = values
+
+    def _write_final(self, index: int) -> None:
+        """Copy a block's observations to its final observations, once per operation."""
+        if index not in self._finals_written:
+            self._finals_written.add(index)
+            copy_observation_to_final(self.rows, self.blocks[index].row_slice)
 
     def _defer_reset(self, outcome: Outcome) -> Outcome:
         """Let the step after a lost step return the first observations and infos.
@@ -572,7 +537,7 @@ class ClientBlocks:
         self.absent = frozenset(absent)
         for index in self.absent - previous:
             if self.in_flight[index].is_step:
-                self._writer.write_final(index)
+                self._write_final(index)
         return not self.absent <= previous
 
 

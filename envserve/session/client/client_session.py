@@ -192,7 +192,7 @@ class ClientSession:
         """Write the rows of new results; return the outcomes since the last call."""
         client_blocks = self.client_blocks
         outcomes = client_blocks.collect()
-        if client_blocks.protocol_error is not None and not self.state.is_over:
+        if client_blocks.protocol_error is not None:
             self.attachment.abort(client_blocks.protocol_error)
         return outcomes
 
@@ -278,8 +278,6 @@ class ClientSession:
     ) -> None:
         """Count a notice or an unmatched message; abort if there are too many."""
         self.num_late_messages += num_late
-        if self.state.is_over:
-            return
         num_pieces = getattr(self.attachment.client_blocks, "num_pieces", 0)
         try:
             self._unsolicited.count(kind, sum(map(len, frames)), num_pieces, now)

@@ -56,6 +56,7 @@ class LostLease:
     Attributes:
       error: Reason for the loss.
       lost_at: Time of the loss.
+      boot: Boot id of the server that held the lease; 0 if there was none.
       give_up_error: Reason why callers should stop waiting; None before that.
       retry_at: Time of the next attempt; infinity if a request is in flight.
       busy_until: Time at which to stop retrying if other clients have the envs.
@@ -69,6 +70,7 @@ class LostLease:
 
     error: EnvserveError
     lost_at: float
+    boot: int = 0
     give_up_error: ServerLost | None = None
     retry_at: float = math.inf
     busy_until: float = math.inf

@@ -1,8 +1,10 @@
 """Numbers a client's requests, and resends them until they are answered.
 
-A request is resent after 1 s, then after 2 s, then every 4 s, and immediately after a
-reconnect. Copies differ only in their attempt number. The outbox contains each request
-at most once, so its size is bounded. Messages that expect no reply are sent once.
+An operation is resent after 1 s, then after 2 s, then every 4 s, and immediately after
+a reconnect. Other requests are resent every second: each copy of an ATTACH renews the
+session while the envs are built. Copies differ only in their attempt number. The outbox
+contains each request at most once, so its size is bounded. Messages that expect no
+reply are sent once.
 
 A PING follows each copy. If the PONG lists no block of the request as running, the
 server has ignored the copy; see the decision "A PONG shows which requests a server
@@ -32,8 +34,8 @@ from envserve.wire.message import (
 )
 from envserve.wire.rows import RowPart
 
-#: Seconds before a request is resent for the first time, and maximum seconds before it
-#: is resent again.
+#: Seconds before a request is resent for the first time, and maximum seconds before an
+#: operation is resent again.
 _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
 #: Number of consecutive times that the server must ignore a request before the blocks
@@ -237,9 +239,9 @@ class Requests:
         previous = self.num_resends
         for request in self.unanswered.values():
             if now >= request.resend_at:
-                request.resend_delay = min(
-                    2 * request.resend_delay, _MAX_RESEND_SECONDS
-                )
+                if request.entries:  # an operation
+                    longer = 2 * request.resend_delay
+                    request.resend_delay = min(longer, _MAX_RESEND_SECONDS)
                 self._send_again(request, now)
                 self.liveness.expect_reply(now)
         return self.num_resends > previous

@@ -282,7 +282,11 @@ class Lease:
         return [*replies[:-1], *last]
 
     def _find_request(self, message: Message) -> _BlockRequest | None:
-        """Return the request that the message is a copy of; None if there is none."""
+        """Return the request that the message is a copy of; None if there is none.
+
+        A request that was answered as a whole is omitted if a block has a later one,
+        because the client has the reply, and the later request changes the rows.
+        """
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries
         )
@@ -292,6 +296,7 @@ class Lease:
                 request is not None
                 and request.message.request == message.request
                 and request.message.entries == message.entries
+                and (len(candidates) == 1 or request.has_separate_replies)
             ):
                 return request
         return None

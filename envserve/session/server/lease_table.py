@@ -41,7 +41,6 @@ from envserve.wire.constants import (
     MAX_NAMES,
     MAX_RESULT_BYTES,
     ErrorCode,
-    MessageType,
 )
 from envserve.wire.error_body import ErrorBody
 from envserve.wire.handshake import Welcome
@@ -141,20 +140,6 @@ class LeaseRecord:
     def name(self) -> str:
         """Name of the lease in logs, without the secret session number."""
         return f"lease {self.number}" + (f" of {self.user}" if self.user else "")
-
-    def notice_header(self, request: int = 0) -> Message:
-        """Return a header for `ReplyBuilder`, to send a notice to the client.
-
-        Args:
-          request: Id of the request that the notice replies to; 0 if there is none.
-        """
-        return Message(
-            MessageType.ATTACH,
-            session=self.session[1],
-            epoch=0 if self.lease is None else self.lease.epoch,
-            request=request,
-            peer=self.request.peer,
-        )
 
     def audit_event(self, event: str, reason: str = "") -> Audit:
         """Return an event of this lease for the audit log."""
@@ -422,10 +407,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             spec=spec,
             blocks=tuple(blocks),
         )
-        try:
-            record.granted_body = granted.encode()
-        except codec.CodecError as error:
-            raise Rejection(ErrorCode.ENV_START_FAILED, str(error)) from None
         if lease.max_result_bytes > MAX_RESULT_BYTES:
             raise Rejection(
                 ErrorCode.ENV_START_FAILED,
@@ -433,6 +414,10 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 f"{lease.max_result_bytes} bytes, but clients accept at most "
                 f"{MAX_RESULT_BYTES} bytes per message; request fewer envs per server",
             )
+        try:
+            record.granted_body = granted.encode()
+        except codec.CodecError as error:
+            raise Rejection(ErrorCode.ENV_START_FAILED, str(error)) from None
         record.lease, record.row_mib = lease, rows_mib(spec, len(rows.reward))
         record.machine.change_to(LeaseState.GRANTED)
 

@@ -53,7 +53,7 @@ class ReplyBuilder:
         """Return a reply to a request.
 
         Args:
-          request: The request, or a notice header; see `LeaseRecord.notice_header`.
+          request: The request, or the header of a notice.
           type_: Type of the reply.
           body: Body of the reply.
           entries: Pairs (block, seq) of the reply; by default those of the request.
@@ -118,7 +118,7 @@ class ReplyBuilder:
         """Return the reply to a message of an ended session.
 
         Args:
-          request: Request or notice header of the session.
+          request: Request of the session.
           reason: Reason why the session has ended; None after a DETACH.
         """
         concerns_session = request.type in (MessageType.DETACH, MessageType.ATTACH)

@@ -11,6 +11,7 @@ methods are called in the thread of the event loop.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -113,12 +114,18 @@ class ServerProtocol:
         self.quotas = Quotas(settings, grant_of)
         self.leases = LeaseTable(settings, env_names, self._reply_builder, self.quotas)
         self._next_frame_due: dict[str, float] = {}
+        self._is_stopping = False
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is ending, has no leases, and has notified all clients."""
+        """Whether the drain or stop of the server is complete.
+
+        A drain waits until all leases have ended. A stop, which its caller limits to
+        seconds, also waits until their clients have acknowledged the end.
+        """
         leases = self.leases
-        return leases.is_ending and not leases and not leases.unnotified
+        is_waiting = leases or (self._is_stopping and leases.unnotified)
+        return leases.is_ending and not is_waiting
 
     # Messages.
 
@@ -349,10 +356,9 @@ class ServerProtocol:
         return [self._reply_builder.building(message, now - record.attached_at)]
 
     def _granted(self, record: LeaseRecord) -> Reply:
-        notice = record.notice_header(record.request.request)
-        notice.attempt = record.request.attempt
+        request = dataclasses.replace(record.request, epoch=record.number)
         return self._reply_builder.reply(
-            notice, MessageType.GRANTED, record.granted_body
+            request, MessageType.GRANTED, record.granted_body
         )
 
     # Events of pools.
@@ -469,9 +475,14 @@ class ServerProtocol:
                 decisions += self.leases.close(record, server_draining().body)
             elif record.lease is not None:
                 record.unfinished_rows = set(range(record.attach.num_envs))
-                notice = record.notice_header()
+                header = Message(
+                    MessageType.ATTACH,
+                    session=record.session[1],
+                    epoch=record.number,
+                    peer=record.request.peer,
+                )
                 decisions.append(
-                    self._reply_builder.reply(notice, MessageType.DRAIN, body)
+                    self._reply_builder.reply(header, MessageType.DRAIN, body)
                 )
         if count := len(self.leases):
             _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
@@ -485,7 +496,7 @@ class ServerProtocol:
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
-        leases.is_ending = True
+        leases.is_ending = self._is_stopping = True
         for record in leases.values():
             if record.reason is not None:  # already CLOSING, not after a DETACH
                 leases.unnotified.add(record.session)
