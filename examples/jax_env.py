@@ -67,8 +67,9 @@ class JaxCartPole(VectorEnv[Any, Any, Any]):
         options: dict[str, Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or only the rows whose `options["reset_mask"]` is true."""
-        seeds = [seed] * self.num_envs if not isinstance(seed, list) else seed
-        for row, row_seed in enumerate(seeds):
+        if isinstance(seed, int):
+            seed = [seed + row for row in range(self.num_envs)]
+        for row, row_seed in enumerate(seed or []):
             if row_seed is not None:
                 self.keys = self.keys.at[row].set(jax.random.PRNGKey(row_seed))
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))

@@ -62,11 +62,12 @@ class AgentsEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Reset all games, or only those that have a row in `options["reset_mask"]`."""
         mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        if isinstance(seed, int):
+            seed = [seed + row for row in range(self.num_envs)]
         for number in range(len(self.games)):
             rows = self.rows_of(number)
             if mask[rows].any():
-                game_seed = seed[rows.start] if isinstance(seed, list) else seed
-                self._begin(number, game_seed)
+                self._begin(number, seed[rows.start] if seed else None)
         return self._observation(), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:

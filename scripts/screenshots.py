@@ -38,8 +38,8 @@ def main() -> None:
         has_ended = threading.Event()
         stepper = threading.Thread(target=play, args=(address, run, has_ended))
         stepper.start()
-        process, url = page_process([address], run, insecure=True)
         try:
+            process, url = page_process([address], run, insecure=True)
             with process, sync_playwright() as playwright:
                 browser = playwright.chromium.launch(
                     executable_path="/usr/bin/chromium", args=["--no-sandbox"]

@@ -98,7 +98,7 @@ class Names:
     """A cluster's DNS names, served by a name server on its first host."""
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self._hosts, self._file = hosts, folder / "names.json"
+        self._file = folder / "names.json"
         self._addresses: dict[str, list[str]] = {}
         self.publish()
         host, address = next(iter(hosts.addresses.items()))

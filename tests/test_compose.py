@@ -7,14 +7,17 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import envserve.cli.app
+import ppo.cli.app
+from envserve.cli import program as command_lines
 from envserve.settings import HostSettings
+from ppo.config.named_configs import CONFIGS
 from scripts import build_images
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,26 +29,17 @@ WITH_UI = ("page", "tensorboard", "prometheus", "grafana")
 Service = dict[str, Any]
 
 
-def resolve_without_docker() -> dict[str, Service]:
-    document = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services: dict[str, Service] = document["services"]
-    return services
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Service] = COMPOSE["services"]
 
 
-SERVICES = resolve_without_docker()
-
-
-def output_of(program: str, *words: str) -> str:
-    """Return a program's output, with lines so wide that no option is wrapped."""
-    finished = subprocess.run(
-        [sys.executable, "-c", f"from {program}.cli.app import main; main()", *words],
-        cwd=ROOT,
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+def parse(program: str, command: str, *words: str) -> dict[str, Any]:
+    """Parse a command line without running the command; return its options."""
+    app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program].PROGRAM
+    function = app.command(command)
+    defaults = {o.name: o.default for o in command_lines.options_of(function)}
+    values = command_lines.parse(function, words, command)
+    return defaults | values | values.get("fields", {})
 
 
 def stages() -> dict[str, str]:
@@ -129,18 +123,9 @@ def test_the_command_of_a_service_and_its_options_exist(name: str) -> None:
     service = SERVICES[name]
     image = service["image"].removeprefix("ghcr.io/envserve/envserve-")
     program = PROGRAMS[image.partition(":")[0]]
-    words = service["command"]
-    subcommand = words[: 2 if words[0] == "keys" else 1]
-    known = output_of(program, *subcommand, "--help")
-    options = {word for word in words if word.startswith("--")}
-    missing = {o for o in options if not re.search(rf"(?<!\S){o}\b", known)}
-    assert not missing, known
-
-
-def test_the_health_command_and_its_options_exist() -> None:
-    known = output_of("envserve", "health", "--help")
-    assert "ADDRESS" in known.upper()
-    assert all(word in known for word in HEALTH if word.startswith("--"))
+    length = 2 if service["command"][0] == "keys" else 1
+    command, words = service["command"][:length], service["command"][length:]
+    parse(program, " ".join(command), *words)
 
 
 def test_the_health_check_of_the_image_uses_the_default_address() -> None:
@@ -163,8 +148,8 @@ def test_a_server_drains_before_docker_kills_it() -> None:
 
 def test_the_config_of_the_trainer_exists() -> None:
     command = SERVICES["trainer"]["command"]
-    assert command[:2] == ["train", "cartpole"]
-    assert re.search(r"\bcartpole\b", output_of("ppo", "configs"))
+    assert command[0] == "train"
+    assert command[1] in CONFIGS
 
 
 def test_images_run_their_program_as_an_unprivileged_user() -> None:
@@ -253,15 +238,24 @@ def test_prometheus_scrapes_the_metrics_ports_of_the_services() -> None:
     assert scraped == served
 
 
+def test_a_trainer_stands_still_only_if_it_takes_no_step_for_15_minutes() -> None:
+    """Its counter of steps is also 0 while it starts."""
+    file = ROOT / "deploy" / "prometheus" / "alerts.yml"
+    (group,) = yaml.safe_load(file.read_text())["groups"]
+    (rule,) = (each for each in group["rules"] if each["alert"] == "PpoStandsStill")
+    (window,) = re.findall(r"\[(\d+)m\]", rule["expr"])
+    assert int(window) + int(rule["for"].removesuffix("m")) == 15
+    assert "for 15 minutes" in rule["annotations"]["summary"]
+
+
 def test_the_systemd_unit_runs_an_existing_command_and_waits_for_its_drain() -> None:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read(ROOT / "deploy" / "systemd" / "envserve.service")
     service = unit["Service"]
     assert service["Type"] == "notify"
-    program, command, *words = service["ExecStart"].split()
+    program, command, *words = service["ExecStart"].replace("\\\n", "").split()
     assert Path(program).name == "envserve"
-    known = output_of("envserve", command, "--help")
-    assert all(word in known for word in words if word.startswith("--"))
+    parse("envserve", command, *words)
     grace = HostSettings().drain_grace_seconds
     assert grace + 1 < int(service["TimeoutStopSec"])

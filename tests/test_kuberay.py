@@ -15,7 +15,7 @@ import yaml
 
 from ppo.config.named_configs import CONFIGS, apply_settings
 from tests.pods import ROOT, kustomization
-from tests.test_kubernetes import parse
+from tests.test_compose import parse
 from tests.test_project import PROJECT
 
 FOLDER = ROOT / "deploy" / "kuberay"

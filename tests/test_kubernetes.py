@@ -14,9 +14,6 @@ from typing import Any
 
 import pytest
 
-import envserve.cli.app
-import ppo.cli.app
-from envserve.cli import program as command_lines
 from envserve.settings import HostSettings
 from ppo.cli.run_setup import read_tf_config
 from ppo.config.named_configs import CONFIGS, apply_settings
@@ -36,7 +33,7 @@ from tests.pods import (
     resource,
     resources,
 )
-from tests.test_compose import HEALTH, stages
+from tests.test_compose import HEALTH, parse, stages
 from tests.test_project import PROJECT
 
 SERVERS, TRAINER = pod_spec("Deployment", "envs"), pod_spec("Job", "trainer")
@@ -52,15 +49,6 @@ with BatchEnv.connect("CartPole-v1", ["dns://envs:5555"], num_envs=8, seed=0) as
         step = env.step([1] * 8)
     print(len(env.stats().lanes), step.valid.sum())
 """
-
-
-def parse(program: str, command: str, *words: str) -> dict[str, Any]:
-    """Parse a command line without running the command; return its options."""
-    app = {"envserve": envserve.cli.app, "ppo": ppo.cli.app}[program].PROGRAM
-    function = app.command(command)
-    defaults = {o.name: o.default for o in command_lines.options_of(function)}
-    values = command_lines.parse(function, words, command)
-    return defaults | values | values.get("fields", {})
 
 
 def options_of(container: dict[str, Any]) -> dict[str, Any]:

@@ -101,9 +101,9 @@ def is_literal(node: ast.expr) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_no_data_becomes_code(path: Path) -> None:
-    assert not list(found_in(path))
+def test_no_data_becomes_code() -> None:
+    assert len(FILES) > 100
+    assert [found for path in FILES for found in found_in(path)] == []
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ def test_an_import_rule_forbids_io_in_wire_and_session() -> None:
     assert not missing, f"add them to the contract {rule['name']!r} in pyproject.toml"
 
 
-def test_importing_envserve_loads_no_other_package() -> None:
-    added = loaded_by("import envserve") - loaded_by("")
-    assert added == {"envserve"}
+@pytest.mark.parametrize("package", ["envserve", "ppo"])
+def test_importing_a_package_loads_no_other_package(package: str) -> None:
+    assert loaded_by(f"import {package}") - loaded_by("") == {package}
 
 
 def test_worker_processes_load_neither_zmq_nor_asyncio() -> None:
@@ -160,10 +160,6 @@ def test_envserve_loads_no_tensorflow() -> None:
 def test_importing_ppo_or_benchmarks_loads_no_tensorflow() -> None:
     loaded = loaded_by("import ppo, ppo.evaluation.plot, benchmarks.cli")
     assert loaded & {"tensorflow", "keras"} == set()
-
-
-def test_importing_ppo_loads_no_other_package() -> None:
-    assert loaded_by("import ppo") - loaded_by("") == {"ppo"}
 
 
 def test_importing_all_commands_loads_no_slow_modules() -> None:

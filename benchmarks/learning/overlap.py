@@ -59,12 +59,7 @@ class Pieces(NamedTuple):
         return -(-self.num_envs // self.workers)
 
     def best_with_two_splits(self) -> float:
-        """Return the minimum duration of a batch step with two splits.
-
-        It is the longest of four times: all work divided by the number of cores; the
-        envs of one worker; the policy of both splits; the policy of one split, followed
-        by this split's envs in one worker.
-        """
+        """Return the minimum duration of a batch step with two splits; see `_NOTE`."""
         work = self.num_envs * self.env + 2 * self.policy_per_split
         worker = self.envs_per_worker * self.env
         sequence = self.policy_per_split + -(-self.envs_per_worker // 2) * self.env

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import peers
+from tests.chaos.cases.trainers import kill_with_workers
 from tests.chaos.cli import main
 from tests.chaos.isolated import run_isolated
+from tests.chaos.trial import Trial
+from tests.oracle.result import LedgerError
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="cases read /proc, which requires Linux"
@@ -32,6 +36,22 @@ def test_a_wrong_row_makes_the_command_fail(
     tables = (tmp_path / "tables.md").read_text()
     assert "| WRONG |" in tables
     assert "* kill: 0.001 of the full counts" in tables
+
+
+@pytest.mark.parametrize(
+    ("output", "error"),
+    [("", "^a trainer exited with code 3 "), ("wrong: row 2", "^row 2$")],
+)
+def test_only_a_wrong_row_makes_a_trainer_that_has_exited_wrong(
+    output: str, error: str, tmp_path: Path
+) -> None:
+    trial = Trial("trainer-kill", seed=0, scale=1.0, seconds=60.0, folder=tmp_path)
+    words = ("sh", "-c", f"echo '{output}'; exit 3")
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as trainer:
+        trainer.wait()
+        kind = LedgerError if output else RuntimeError
+        with pytest.raises(kind, match=error):
+            kill_with_workers(trainer, trial)
 
 
 def test_other_vector_envs_pair_results_with_the_wrong_actions() -> None:

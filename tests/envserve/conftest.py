@@ -144,6 +144,19 @@ def shared_address(lane_kind: str, shared_servers: Callable[[str], str]) -> str:
     return "" if lane_kind == "local" else shared_servers(lane_kind)
 
 
+# Like `shared_address`, these fixtures start servers before the check for processes.
+@pytest.fixture(scope="module")
+def tcp_address(shared_servers: Callable[[str], str]) -> str:
+    """The address of a shared server that listens on tcp."""
+    return shared_servers("tcp")
+
+
+@pytest.fixture(scope="module")
+def ipc_address(shared_servers: Callable[[str], str]) -> str:
+    """The address of a shared server that listens on ipc."""
+    return shared_servers("ipc")
+
+
 @contextlib.contextmanager
 def pools_of(launcher: Launcher) -> Iterator[None]:
     """Make local batches share one launcher, because a launcher starts slowly."""
@@ -251,12 +264,15 @@ def wait_until() -> Callable[[Callable[[], bool]], None]:
     """Return a function that polls a condition, for example on a child process."""
 
     def wait(condition: Callable[[], bool], timeout_seconds: float = 30.0) -> None:
-        give_up_at = time.monotonic() + timeout_seconds
+        began = time.monotonic()
         while not condition():
-            assert time.monotonic() < give_up_at, (
+            waited = time.monotonic() - began
+            assert waited < timeout_seconds, (
                 f"expected the condition to become true within {timeout_seconds:g} s"
             )
-            time.sleep(0.002)  # leave the cores to what is waited for
+            # Leave the cores to what is waited for: a condition may query a server,
+            # which takes both processes milliseconds.
+            time.sleep(min(0.05, 0.002 + 0.1 * waited))
 
     return wait
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,7 @@ from envserve.settings import HostSettings
 from tests.command_line import invoke
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.limits import resource_limit
+from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_fakes import make_welcome
 
 PROGRAM = (sys.executable, "-m", "envserve")
@@ -40,12 +41,18 @@ def run(
     return subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=cwd)
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    names = ("--env", "CartPole-v1", "--env", "envserve/Ledger-v0")
+    with ServerProcess(tmp_path_factory.mktemp("server"), *names) as server:
+        yield server
+
+
 def test_a_server_prints_one_ready_line_and_writes_the_address_file(
-    serve: Serve,
+    server: ServerProcess,
 ) -> None:
-    server = serve("--env", "CartPole-v1")
     assert server.ready_line == (
-        f"envserve: ready on {server.address} with 1 env name, "
+        f"envserve: ready on {server.address} with 2 env names, "
         f"up to 128 envs in 2 workers\n"
     )
     assert not server.address.endswith(":0")
@@ -67,9 +74,9 @@ def test_the_log_has_two_lines_per_lease(serve: Serve) -> None:
     assert (ended["env_steps"], ended["num_faults"], ended["why"]) == (6, 0, "detached")
 
 
-def test_health_of_a_server_imports_no_slow_modules(serve: Serve) -> None:
+def test_health_of_a_server_imports_no_slow_modules(server: ServerProcess) -> None:
     timed = (sys.executable, "-X", "importtime", *PROGRAM[1:])
-    result = run("health", serve().address, "--timeout", "60", program=timed)
+    result = run("health", server.address, "--timeout", "60", program=timed)
     assert result.returncode == 0, result.stderr
     assert "128 of 128 envs free" in result.stdout
     assert result.stdout.count("\n") == 1
@@ -80,8 +87,8 @@ def test_health_of_a_server_imports_no_slow_modules(serve: Serve) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a full device")
-def test_health_does_not_depend_on_its_output(serve: Serve) -> None:
-    words = [*PROGRAM, "health", serve().address, "--timeout", "60"]
+def test_health_does_not_depend_on_its_output(server: ServerProcess) -> None:
+    words = [*PROGRAM, "health", server.address, "--timeout", "60"]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, b"")
@@ -186,8 +193,9 @@ def test_health_without_a_server_fails_with_one_line() -> None:
     assert "--timeout: expected a number; got ''" in result.stderr
 
 
-def test_envs_lists_the_names_of_a_server_or_of_this_host(serve: Serve) -> None:
-    server = serve("--env", "CartPole-v1", "--env", "envserve/Ledger-v0")
+def test_envs_lists_the_names_of_a_server_or_of_this_host(
+    server: ServerProcess,
+) -> None:
     result = run("envs", server.address, "--timeout", "20")
     assert result.stdout.split() == ["CartPole-v1", "envserve/Ledger-v0"]
     result = run("envs", "--import", "tests.oracle.probe_envs")
@@ -274,8 +282,7 @@ def test_files_that_cannot_be_written_are_errors_without_a_traceback(
     assert not result.stdout
 
 
-def test_an_address_in_use_is_an_error(serve: Serve) -> None:
-    server = serve()
+def test_an_address_in_use_is_an_error(server: ServerProcess) -> None:
     result = run("start", "--bind", server.address)
     assert result.returncode == 1
     text = (

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -122,6 +123,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
         }
 
 
+@pytest.fixture(scope="module")
+def different(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server whose envs have other spaces; tests share it."""
+    folder = tmp_path_factory.mktemp("different")
+    (folder / "others.py").write_text(OTHERS)
+    options = (*options_for(4), "--import", str(folder / "others.py"))
+    with ServerProcess(folder, *options) as server:
+        yield server
+
+
 @pytest.fixture
 def source(
     tmp_path: Path, serve: Serve, shared: Shared, wait_until: WaitUntil
@@ -156,6 +167,12 @@ def play(
     for player in players:
         player.batch.close()
         player.ledger.finish(journal)
+
+
+def free_address() -> str:
+    """Return an address on which a server can be started later."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def rows_at(player: BatchDriver, server: ServerProcess) -> Array:
@@ -244,25 +261,23 @@ def reset_first(lane: RemoteLane, pool: server_pool.ServerPool) -> SessionDriver
 
 
 def test_a_lane_keeps_its_envs_until_the_target_of_its_move_has_granted_the_same(
-    source: Source, wait_until: WaitUntil, tmp_path: Path
+    source: Source, wait_until: WaitUntil, different: ServerProcess
 ) -> None:
-    (tmp_path / "others.py").write_text(OTHERS)
-    options = ("--import", str(tmp_path / "others.py"))
-    first, full, other = source.lend(4), source.lend(4), source.start(4, *options)
-    addresses = [server.address for server in source.servers]
+    first, full = source.lend(4), source.lend(4)
+    addresses = [server.address for server in (first, full, different)]
     pool = server_pool.ServerPool(addresses, insecure=False)
     lane = RemoteLane(first.address, make_config(), server_pool=pool)
     user = RemoteLane(full.address, make_config())
     with contextlib.closing(lane), contextlib.closing(user):
         user.finish_start(time.monotonic() + 40)
         driver = reset_first(lane, pool)
-        for server in (full, other):
+        for server in (full, different):
             pool.placement.targets[driver] = server.address
             while pool.placement.targets:
                 lane.rows.terminated[:] = True
                 assert not any(outcome.faults for outcome in step(lane, 1))
             assert lane.name == pool.placement.locations[driver] == first.address
-        wait_until(lambda: other.welcome().free_envs == 4, 60)
+        wait_until(lambda: different.welcome().free_envs == 4, 60)
         user.close()
         pool.placement.targets[driver] = full.address
         wait_until(lambda: driver.is_moving, 60)
@@ -331,13 +346,12 @@ def test_addresses_and_sources_can_be_combined(source: Source, play: Play) -> No
 
 
 def test_servers_with_different_spaces_are_rejected_with_a_one_line_error(
-    source: Source, play: Play, tmp_path: Path
+    source: Source, play: Play, different: ServerProcess
 ) -> None:
     first = source.lend(4)
-    (tmp_path / "others.py").write_text(OTHERS)
-    other = source.start(4, "--import", str(tmp_path / "others.py"))
+    source.list(different)
     remedy = "install the same env version everywhere"
-    both = f"{other.address} and {first.address} have different spaces"
+    both = f"{different.address} and {first.address} have different spaces"
     line = rf"^{both}: .*{remedy}.*\Z"
     with pytest.raises(SpaceError, match=line):
         play(8)
@@ -393,15 +407,19 @@ def test_rows_can_move_to_a_server_with_another_number_of_workers(
 
 
 def test_a_server_with_other_envs_gets_no_rows_and_is_reported(
-    source: Source, play: Play, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    source: Source,
+    play: Play,
+    caplog: pytest.LogCaptureFixture,
+    different: ServerProcess,
 ) -> None:
     first, _ = source.start(4), source.lend(4)
     player = play(8)
     rows = rows_at(player, first)
-    (tmp_path / "others.py").write_text(OTHERS)
-    other = source.start(4, "--import", str(tmp_path / "others.py"))
+    source.list(different)
     first.kill()
-    message = f"{other.address}: expected the same envs as before from {first.address}"
+    message = (
+        f"{different.address}: expected the same envs as before from {first.address}"
+    )
     while message not in caplog.text:
         assert np.delete(player.step().valid, rows).all()
     assert "observation space: expected Box(" in caplog.text
@@ -435,9 +453,9 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
 def test_a_batch_starts_with_few_servers_and_adds_later_ones(
     source: Source, play: Play, tmp_path: Path, serve: Serve
 ) -> None:
-    servers = [source.lend(4), source.lend(4), source.start(4), source.start(4)]
-    for late in servers[2:]:
-        late.kill()
+    early, late = [source.lend(4), source.lend(4)], [free_address(), free_address()]
+    addresses = [*(server.address for server in early), *late]
+    (tmp_path / "servers").write_text("\n".join(addresses))
     journal = tmp_path / "own"
     journal.mkdir()
     ledger = Ledger(16, 5, length=LENGTH)
@@ -477,13 +495,13 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
 
         for _ in range(2 * LENGTH):
             assert step().tolist() == list(range(8, 16))
-        servers[3].restart()
+        serve(*options_for(4), bind=(late[1],), waits_until_ready=False)
         while len(step()) > 4:
             pass
-        servers[2].restart()
+        serve(*options_for(4), bind=(late[0],), waits_until_ready=False)
         while len(step()):
             pass
-        assert {lane.name for lane in batch.lanes} == {s.address for s in servers}
+        assert {lane.name for lane in batch.lanes} == {*addresses}
         while not batch.step(np.zeros(16, np.int64)).valid.all():
             pass
 
@@ -564,14 +582,3 @@ def test_rows_wait_while_the_source_of_addresses_cannot_be_read(
     (tmp_path / "servers").write_text(listed)
     step_until_valid(player, rows)
     assert len(rows_at(player, added)) == 4
-
-
-def test_close_does_not_wait_for_a_running_poll(
-    source: Source, play: Play, wait_until: WaitUntil
-) -> None:
-    first, _ = source.start(4), source.lend(4)
-    player = play(8)
-    first.kill()
-    while player.step().valid.all():
-        pass
-    player.batch.close()

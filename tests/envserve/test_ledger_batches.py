@@ -15,7 +15,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.pool.pool import Pool
 from envserve.slab import Status
-from tests.envserve.conftest import OPENINGS, PATIENCE, MakeBatch, Serve, StartServer
+from tests.envserve.conftest import OPENINGS, PATIENCE, MakeBatch, Serve
 from tests.envserve.server_process import make_config
 from tests.oracle.batch_driver import BatchDriver
 from tests.oracle.ledger import Ledger
@@ -96,12 +96,11 @@ def test_the_ledger_balances_over_local_and_remote_lanes(
 
 
 def test_the_ledger_balances_over_several_servers_in_splits(
-    start_server: StartServer, tmp_path: Path, random_seed: int
+    tcp_address: str, ipc_address: str, tmp_path: Path, random_seed: int
 ) -> None:
-    addresses = [start_server(), start_server(f"ipc://{tmp_path}/envs")]
     batch = BatchEnv.connect(
         LEDGER,
-        addresses,
+        [tcp_address, ipc_address],
         NUM_ENVS,
         seed=SEED,
         num_splits=2,

@@ -56,7 +56,7 @@ def submit(lane: RemoteLane, action: int) -> None:
 
 
 def test_an_idle_lane_keeps_its_lease(lane: RemoteLane) -> None:
-    threading.Event().wait(4.5)  # longer than the 3 s lease
+    threading.Event().wait(3.5)  # longer than the 3 s lease
     submit(lane, 1)
     finish(lane)
 

@@ -27,7 +27,7 @@ from tests.oracle.ledger import Ledger
 from tests.oracle.probe_envs import MODULE
 from tests.simulation.fake_lane import FakeLane, Faults
 
-from .conftest import MakeBatch, StartServer
+from .conftest import MakeBatch
 from .pool_driver import FAULTY, LEDGER, SEED
 from .server_process import make_config
 
@@ -214,9 +214,9 @@ def local_lane(*arguments: Any) -> Pool:
 
 
 def test_local_and_remote_rows_are_waited_for_together(
-    start_server: StartServer, random_generator: np.random.Generator
+    tcp_address: str, random_generator: np.random.Generator
 ) -> None:
-    remote = RemoteLane(start_server(), config(4, 3, {"length": 5}))
+    remote = RemoteLane(tcp_address, config(4, 3, {"length": 5}))
     remote.finish_start(time.monotonic() + 60)
     lanes: list[Lane] = [local_lane(3, 0, {"length": 5}), remote]
     lanes.append(local_lane(2, 7, {"length": 5}))

@@ -95,7 +95,7 @@ def test_other_rows_are_stepped_until_a_lost_server_is_an_error(
     tmp_path: Path, serve: Serve
 ) -> None:
     num_steps = 0
-    with Pair(tmp_path, serve, server_lost_after=6.0) as pair:
+    with Pair(tmp_path, serve, server_lost_after=3.0) as pair:
         with contextlib.suppress(ServerLost):
             while True:
                 result = pair.step()

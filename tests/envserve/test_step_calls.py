@@ -22,8 +22,6 @@ from envserve.slab import Rows, private_heartbeat
 from envserve.worker import env_row
 from envserve.worker.env_row import EnvRow
 
-from .conftest import StartServer
-
 NUM_ENVS = 8
 NUM_STEPS = 100  # on a busy machine, only some steps need the fewest calls
 
@@ -81,9 +79,8 @@ def test_a_local_step_into_arrays_makes_few_calls() -> None:
     assert found.calls <= 34, found
 
 
-def test_a_step_over_tcp_makes_few_calls(start_server: StartServer) -> None:
-    address = start_server("tcp://127.0.0.1:0", "--workers", "2")
-    with BatchEnv.connect("CartPole-v1", [address], NUM_ENVS, seed=0) as batch:
+def test_a_step_over_tcp_makes_few_calls(tcp_address: str) -> None:
+    with BatchEnv.connect("CartPole-v1", [tcp_address], NUM_ENVS, seed=0) as batch:
         found = fewest_calls(batch)
     assert found.functions <= 45, found
     assert found.calls <= 50, found

@@ -16,7 +16,6 @@ from envserve.envs.seeding import env_seed
 from envserve.errors import EnvStartError, UnknownEnv, WrapperError
 from envserve.wrappers.specs import parse_wrappers
 
-from .conftest import StartServer
 from .server_process import ServerProcess
 
 CARTPOLE = "CartPole-v1"
@@ -63,10 +62,9 @@ def assert_equal_runs(runs: Sequence[Any]) -> None:
 
 
 def test_rows_do_not_depend_on_where_wrapped_envs_run(
-    start_server: StartServer, tmp_path: Path
+    tcp_address: str, ipc_address: str
 ) -> None:
-    ipc = [start_server(f"ipc://{tmp_path}/envs")]
-    tcp = [start_server()]
+    ipc, both = [ipc_address], [tcp_address, ipc_address]
     for spare_envs in (False, True):
         options: dict[str, Any] = {"seed": 5, "wrappers": WRAPPERS}
         options["spare_envs"] = spare_envs
@@ -74,7 +72,7 @@ def test_rows_do_not_depend_on_where_wrapped_envs_run(
             rows_of_a_run(BatchEnv.local(CARTPOLE, NUM_ENVS, 1, **options)),
             rows_of_a_run(BatchEnv.connect(CARTPOLE, ipc, NUM_ENVS, **options)),
             rows_of_a_run(
-                BatchEnv.connect(CARTPOLE, tcp + ipc, NUM_ENVS, num_splits=2, **options)
+                BatchEnv.connect(CARTPOLE, both, NUM_ENVS, num_splits=2, **options)
             ),
         ]
         assert_equal_runs(runs)

@@ -26,6 +26,27 @@ from tests.integration.example_runs import (
 
 BUDGETS = {"optuna_sweep": ("--steps", "600", "--trials", "2")}
 TINY = ("--steps", "2048")
+#: Check that a single seed gives each row or game its own seed, as in Gymnasium.
+SINGLE_SEEDS = (
+    """
+from examples.jax_env import JaxCartPole
+
+envs = JaxCartPole(2)
+rows = envs.reset(seed=3)[0]
+assert (rows == envs.reset(seed=[3, 4])[0]).all()
+assert (rows[0] != rows[1]).all()
+""",
+    """
+from examples.pettingzoo_agents import AgentsEnv
+
+envs, seeds = AgentsEnv(4, "pettingzoo.classic.rps_v2"), []
+for game in envs.games:
+    reset = game.reset
+    game.reset = lambda seed, reset=reset: seeds.append(seed) or reset(seed)
+envs.reset(seed=3)
+assert seeds == [3, 5]
+""",
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +117,11 @@ def test_a_batched_simulator_in_jax_is_learnt(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.rpartition(" ")[2]) > 195.0
+
+
+@pytest.mark.parametrize("code", SINGLE_SEEDS, ids=["jax", "pettingzoo"])
+def test_rows_of_a_vector_env_differ_if_they_are_reset_with_one_seed(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
 
 
 @pytest.mark.parametrize("name", TRAINED_WHILE_KILLING)

@@ -41,13 +41,6 @@ _STOP_SECONDS: Final = 2.0
 _MAX_REMEMBERED: Final = 256
 
 
-def reply_to_hello(protocol: ServerProtocol, decision: ReplyWelcome) -> list[Decision]:
-    """Return the reply to a HELLO, without delay."""
-    request = decision.request
-    body = protocol.leases.welcome_for(request.peer[-1]).encode()
-    return protocol.reply(request, body)
-
-
 class Host(PausableProcess):
     """Carries out the decisions of a ServerProtocol.
 
@@ -186,7 +179,9 @@ class Host(PausableProcess):
             if isinstance(decision, Reply):
                 self._simulation.deliver(self, decision)
             elif isinstance(decision, ReplyWelcome):
-                self.carry_out(reply_to_hello(self._running, decision))
+                request, protocol = decision.request, self._running
+                body = protocol.leases.welcome_for(request.peer[-1]).encode()
+                self.carry_out(protocol.reply(request, body))
             elif isinstance(decision, StartPool):
                 self._start_pool(decision)
             elif isinstance(decision, EndPool):
@@ -202,7 +197,9 @@ class Host(PausableProcess):
 
     def _start_pool(self, decision: StartPool) -> None:
         session, source = decision.session, self.clock.random
-        self._check_first_start(session)
+        if session in self._started:
+            raise Violation(f"session {session} was started twice")
+        self._started.add(session)
         pool = MemoryPool(decision.settings, self._simulation.journal)
         self.pools[session] = pool
         num_envs = sum(pool.config.num_envs for pool in self.pools.values())
@@ -217,11 +214,6 @@ class Host(PausableProcess):
         else:
             self._schedule(seconds, self._grant, session)
         self._schedule_poll()
-
-    def _check_first_start(self, session: SessionId) -> None:
-        if session in self._started:
-            raise Violation(f"session {session} was started twice")
-        self._started.add(session)
 
     def _grant(self, session: SessionId) -> None:
         pool = self.pools.get(session)

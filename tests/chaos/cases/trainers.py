@@ -62,7 +62,7 @@ def trainer_kill(trial: Trial) -> None:
                 for trainer in trainers:
                     # Kill it at a random moment of a step.
                     time.sleep(trial.random.uniform(0.0, 0.02))
-                    gone.append(_kill_with_workers(trainer, trial))
+                    gone.append(kill_with_workers(trainer, trial))
                     trial.result.faults += 1
                 killed_at = time.monotonic()
             _wait_until_free(server, capacity, trial)
@@ -96,27 +96,27 @@ def _trainer(server: ServerProcess, trial: Trial) -> Iterator[subprocess.Popen[s
 
 def _wait_until_stepping(trainer: subprocess.Popen[str]) -> None:
     assert trainer.stdout is not None
-    line = trainer.stdout.readline()
-    if line.startswith("wrong: "):
-        raise LedgerError(line.removeprefix("wrong: ").strip())
-    if not line:
-        raise RuntimeError(
-            f"a trainer exited with code {trainer.wait()} before its first steps"
-        )
+    if (line := trainer.stdout.readline()) != "stepping\n":
+        raise _error_of(trainer, line)
 
 
-def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
+def _error_of(trainer: subprocess.Popen[str], output: str) -> Exception:
+    """Return the error of a trainer that has exited by itself."""
+    if output.startswith("wrong: "):
+        return LedgerError(output.removeprefix("wrong: ").strip())
+    return RuntimeError(
+        f"a trainer exited with code {trainer.wait()} before it was killed"
+    )
+
+
+def kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
     """Kill a trainer; return the seconds until all its descendants are gone."""
     ours = with_descendants(trainer.pid)
     began = time.monotonic()
     trainer.kill()
-    code = trainer.wait()
-    if code != -9:  # it had exited before
+    if trainer.wait() != -9:  # it had exited before
         assert trainer.stdout is not None
-        text = trainer.stdout.read().removeprefix("wrong: ").strip()
-        raise LedgerError(
-            text or f"a trainer exited with code {code} before it was killed"
-        )
+        raise _error_of(trainer, trainer.stdout.read())
     # The rows that the trainer verified before it printed "stepping".
     trial.result.row_steps += 2 * _NUM_ENVS * 10
     while any(is_running(pid) for pid in ours):
@@ -128,7 +128,7 @@ def _kill_with_workers(trainer: subprocess.Popen[str], trial: Trial) -> float:
 def _wait_until_free(server: ServerProcess, num_envs: int, trial: Trial) -> None:
     while request_welcome(server.address, 10.0).free_envs < num_envs:
         trial.check_time()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
 @chaos_case(
