@@ -57,7 +57,7 @@ def _reset_without(
 ) -> Any:
     """Call `reset` without the arguments that it does not declare."""
     for name in missing:
-        # A wrapper around the env may pass only what the env declares.
+        # A wrapper around the env may pass only the arguments that the env declares.
         if arguments.pop(name, None) not in (None, {}):
             raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
     return reset(*positional, **arguments)
