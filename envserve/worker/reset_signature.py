@@ -45,7 +45,8 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
             f"passes one; {_REMEDY}, or use seeded=False"
         )
     if missing:
-        env.reset = partial(_reset_without, missing, name, env.reset)
+        # Some envs have a `__setattr__` that does not accept other attributes.
+        vars(env)["reset"] = partial(_reset_without, missing, name, env.reset)
 
 
 def _reset_without(
