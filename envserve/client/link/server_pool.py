@@ -147,8 +147,14 @@ class ServerPool:
         """Remove a lane; after the last one, wait for a poll until `deadline`."""
         with self._lock:
             self.placement.remove(lane)
-        if self._thread is not None and not self.placement.locations:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+        # The garbage collector may close an unused batch in the thread of a poll.
+        thread, current = self._thread, threading.current_thread()
+        if (
+            thread is not None
+            and thread is not current
+            and not self.placement.locations
+        ):
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, is_full: bool) -> None:
         began = time.monotonic()
