@@ -147,13 +147,11 @@ class ServerPool:
         """Remove a lane; after the last one, wait for a poll until `deadline`."""
         with self._lock:
             self.placement.remove(lane)
+        thread = self._thread
+        if thread is None or self.placement.locations:
+            return
         # The garbage collector may close an unused batch in the thread of a poll.
-        thread, current = self._thread, threading.current_thread()
-        if (
-            thread is not None
-            and thread is not current
-            and not self.placement.locations
-        ):
+        if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, is_full: bool) -> None:
