@@ -241,7 +241,7 @@ def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None
 
 
 def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
-    batch = faulty(make_batch, "")
+    batch = faulty(make_batch, "raise")
     assert batch.call(3, "render_mode") is None
     if batch.lanes[0].name == "local":
         batch.set_attr("level", [2, 2, 4, 4])
@@ -249,6 +249,8 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         with pytest.raises(CallError, match="the same value for all rows of a"):
             batch.set_attr("level", [1, 2, 4, 4])
         assert batch.call(0, "double", 4) == 8
+        assert not batch.step([3, 0, 0, 0]).valid.all()
+        assert batch.get_attr("level") == [2, 2, 4, 4]
 
 
 def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:
