@@ -314,7 +314,7 @@ class VectorBlock:
             seed = next((seed for seed in seeds if seed is not None), None)
         env_options = codec.decode(options) if options else {}
         if not is_full:
-            env_options["reset_mask"] = mask
+            env_options["reset_mask"] = mask.copy()  # the env may change it
         began_at = step_timings.start_time()
         result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))

@@ -356,6 +356,13 @@ class Native(Counts):
         super().__init__(*args, **kwargs)
         self.reset = NativeMethod(self.reset)
 
+class Clearing(Counts):
+    \"\"\"Clears the mask that it gets.\"\"\"
+    def reset(self, *, seed=None, options=None):
+        if not options: return super().reset()
+        options["reset_mask"][:] = False
+        return self.t + 5, {}
+
 class Odd(Counts):
     def reset(self, *, seed=None, options=None):
         return super().reset()[:2 - self.has_final]
@@ -367,6 +374,7 @@ gymnasium.register("Adding-v0", None, vector_entry_point="counts_file:Adding")
 gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
+gymnasium.register("Clearing-v0", None, vector_entry_point="counts_file:Clearing")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
@@ -401,6 +409,13 @@ def test_vector_envs_that_change_their_arguments_do_not_affect_each_other(
         "Adding-v0", 4, 1, num_splits=2, env_kwargs=kwargs, **batched
     ) as batch:
         assert [start.item() for start in batch.get_attr("start")] == [1.0] * 4
+
+
+def test_a_vector_env_may_change_its_mask(batched: dict[str, Any]) -> None:
+    kwargs = {"mode": "Disabled"}
+    with BatchEnv.local("Clearing-v0", 2, 1, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        assert batch.reset([1]).tolist() == [[5.0]]
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(
