@@ -278,7 +278,8 @@ def make_env(
             f"server with --vector {name}"
         )
     try:
-        if ":" in name and not _can_be_registered(spec.entry_point):
+        # The id of a class or function that is not registered contains a colon.
+        if ":" in spec.id and not _can_be_registered(spec.entry_point):
             limit = kwargs.get("max_episode_steps") or -1  # None is the default
             kwargs = {k: v for k, v in kwargs.items() if k != "max_episode_steps"}
             env = _call(functools.partial(env_creator_of(spec), **kwargs), name)

@@ -45,8 +45,9 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
             f"passes one; {_REMEDY}, or use seeded=False"
         )
     if missing:
-        # Some envs have a `__setattr__` that does not accept other attributes.
-        vars(env)["reset"] = partial(_reset_without, missing, name, env.reset)
+        completed = partial(_reset_without, missing, name, env.reset)
+        # The env's own `__setattr__` may reject the attribute.
+        object.__setattr__(env, "reset", completed)
 
 
 def _reset_without(

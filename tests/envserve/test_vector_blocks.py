@@ -241,7 +241,7 @@ def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None
 
 
 def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
-    batch = faulty(make_batch, "")
+    batch = faulty(make_batch, "raise")
     assert batch.call(3, "render_mode") is None
     if batch.lanes[0].name == "local":
         batch.set_attr("level", [2, 2, 4, 4])
@@ -249,6 +249,8 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         with pytest.raises(CallError, match="the same value for all rows of a"):
             batch.set_attr("level", [1, 2, 4, 4])
         assert batch.call(0, "double", 4) == 8
+        assert not batch.step([3, 0, 0, 0]).valid.all()
+        assert batch.get_attr("level") == [2, 2, 4, 4]
 
 
 def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:
@@ -355,6 +357,13 @@ class Native(Counts):
         super().__init__(*args, **kwargs)
         self.reset = NativeMethod(self.reset)
 
+class Clearing(Counts):
+    \"\"\"Clears the mask that it gets.\"\"\"
+    def reset(self, *, seed=None, options=None):
+        if not options: return super().reset()
+        options["reset_mask"][:] = False
+        return self.t + 5, {}
+
 class Odd(Counts):
     def reset(self, *, seed=None, options=None):
         return super().reset()[:2 - self.has_final]
@@ -366,6 +375,7 @@ gymnasium.register("Adding-v0", None, vector_entry_point="counts_file:Adding")
 gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
+gymnasium.register("Clearing-v0", None, vector_entry_point="counts_file:Clearing")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
@@ -400,6 +410,13 @@ def test_vector_envs_that_change_their_arguments_do_not_affect_each_other(
         "Adding-v0", 4, 1, num_splits=2, env_kwargs=kwargs, **batched
     ) as batch:
         assert [start.item() for start in batch.get_attr("start")] == [1.0] * 4
+
+
+def test_a_vector_env_may_change_its_mask(batched: dict[str, Any]) -> None:
+    kwargs = {"mode": "Disabled"}
+    with BatchEnv.local("Clearing-v0", 2, 1, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        assert batch.reset([1]).tolist() == [[5.0]]
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(
