@@ -24,6 +24,7 @@ from ppo.errors import (
     DivergedError,
     EnvDataError,
     EnvsLostError,
+    RunFolderError,
     TrainingStopped,
 )
 from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
@@ -109,6 +110,7 @@ def train(
       BadInputError: The config does not match the envs, the checkpoint or the user
         code.
       CallbackError: A callback failed; a checkpoint has been written.
+      RunFolderError: The folder has checkpoints, but `resume` is false.
       RunLockedError: Another process is training the run.
       RunWriteError: The run folder cannot be written.
       EnvDataError: An env returned numbers that are not finite; a checkpoint has been
@@ -127,6 +129,11 @@ def train(
         algorithm.check(config)
         if learners.is_chief:  # before another process can change the counters
             stack.enter_context(run_folder.locked())
+            if not resume and run_folder.has_checkpoint():
+                raise RunFolderError(
+                    f"{run_folder.path}: expected a run without checkpoints; to "
+                    "continue this run, pass resume=True, or create another folder."
+                )
         counters = _first_counters(run_folder) if resume else ()
         first = Counters(*learners.gather(counters)[0])
         callbacks = Callbacks(config.callbacks)
@@ -144,6 +151,7 @@ def train(
                 checkpoint.restore(run_folder.checkpoints, run.state)
             with run_folder.writing():
                 run.algorithm.load_data(run_folder.algorithm_data, first.steps)
+        if learners.is_chief:  # only after a checkpoint has been loaded with the config
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
