@@ -93,7 +93,8 @@ def train(
 
     Args:
       config: All settings.
-      run_folder: Folder for metrics and checkpoints.
+      run_folder: Folder for the config, metrics and checkpoints. Without `resume`, it
+        must not contain any checkpoints.
       make_env: Creates the envs, which are closed at the end.
       resume: Whether to continue from the newest checkpoint of the folder. A run that
         ended before its first checkpoint starts from the beginning.
@@ -131,8 +132,9 @@ def train(
             stack.enter_context(run_folder.locked())
             if not resume and run_folder.has_checkpoint():
                 raise RunFolderError(
-                    f"{run_folder.path}: expected a run without checkpoints; to "
-                    "continue this run, pass resume=True, or create another folder."
+                    f"{run_folder.path}: expected a folder without checkpoints, found "
+                    "those of an earlier run; pass resume=True to continue it, or use "
+                    "another folder."
                 )
         counters = _first_counters(run_folder) if resume else ()
         first = Counters(*learners.gather(counters)[0])
