@@ -138,8 +138,8 @@ def _seeds_with(metric: str, study: Path) -> list[Path]:
     Seeds of a study that wait or have failed have none. If no seed has values, return
     all seeds, so that the error names the cause.
     """
-    seeds, found = seed_folders(study), []
-    for path in seeds:
+    found: list[Path] = []
+    for path in (seeds := seed_folders(study)):
         with contextlib.suppress(BadInputError):
             _series(path, metric)
             found.append(path)
