@@ -373,6 +373,9 @@ def test_json_logs_include_errors_and_hints(
     with pytest.raises(SystemExit, match="130"), resume_hints(logger=logger):
         raise KeyboardInterrupt
     logger.warning.assert_called_once()
+    with pytest.raises(SystemExit, match="130"), resume_hints(130, logger, 1):
+        raise KeyboardInterrupt
+    assert logger.warning.call_args.args == ("Learner 1 stopped immediately.",)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])
