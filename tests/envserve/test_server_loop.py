@@ -24,7 +24,7 @@ import zmq.asyncio
 from envserve.envs.registry import offered_names
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.server import event_loop
+from envserve.server import event_loop, router
 from envserve.server.event_loop import ServerLoop
 from envserve.server.router import Router
 from envserve.server.zmq_guards.send_budget import SendBudget
@@ -63,7 +63,10 @@ class Peer:
             "request": request,
         }
         message = Message(type=kind, body=body, **numbers, **fields)
-        await self._socket.send_multipart(encode(message))
+        await self.send_frames(encode(message))
+
+    async def send_frames(self, frames: Sequence[Buffer]) -> None:
+        await self._socket.send_multipart(frames)
 
     async def receive(self, *kinds: MessageType) -> Message:
         while True:
@@ -192,6 +195,49 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(
         await all_received(server_loop)
         # One asyncio turn can read twice: a scheduled read, and one for a new event.
         assert max(protocol.turns.values()) <= 2 * 2
+
+
+class OverdueProtocol(ServerProtocol):
+    """A protocol whose leases are overdue, as after a suspension of the process."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.scheduled_at = 0.0
+        self.expired_at: asyncio.Future[float] = asyncio.Future()
+
+    def next_deadline(self) -> float:
+        self.scheduled_at = self.scheduled_at or time.monotonic()
+        return time.monotonic() - 5.0
+
+    def expire_leases(self, now: float) -> list[Decision]:
+        if not self.expired_at.done():
+            self.expired_at.set_result(now)
+        return []
+
+
+async def test_messages_are_read_before_leases_expire_after_a_suspension(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    async with running(tmp_path, launcher, OverdueProtocol) as (server_loop, peer):
+        protocol = server_loop._protocol
+        assert isinstance(protocol, OverdueProtocol)
+        await peer.send(MessageType.ATTACH, 1, ATTACH)
+        async with asyncio.timeout(20):
+            assert await protocol.expired_at > protocol.scheduled_at + 0.4
+
+
+async def test_a_message_that_is_completely_discarded_closes_no_connections(
+    tmp_path: Path,
+    launcher: Launcher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(router, "_MAX_DISCARDED", 500)
+    async with running(tmp_path, launcher) as (_, peer):
+        await peer.send_frames([encode(Message(type=MessageType.PING))[0]] * 700)
+        await peer.receive(MessageType.ERROR)
+        assert await peer.free_envs() == 128
+    assert "closed all connections" not in caplog.text
 
 
 async def test_too_many_open_files_end_only_one_session(
