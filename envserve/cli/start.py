@@ -221,7 +221,7 @@ def _start_code(error: Exception) -> int:
 def _serve_on_ray(
     options: list[str], on: str, number: int, scale_to: int | None, resources: Any
 ) -> int:
-    """Run servers on a Ray cluster until SIGTERM or SIGINT, then drain them."""
+    """Run servers on a Ray cluster until a signal arrives, then drain them."""
     from envserve.ray import EnvServers, scale_down
 
     name = "ray://default/envs" if on == "ray" else on
@@ -232,7 +232,10 @@ def _serve_on_ray(
                 print(f"envserve: {scale_to} servers are left on {name}")
                 return 0
         with EnvServers(number, options, resources=resources, address=name) as servers:
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            signals = [signal.SIGTERM, signal.SIGINT]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup`
+                signals.append(signal.SIGHUP)
+            for signum in signals:
                 signal.signal(signum, lambda *_: sys.exit(0))
             print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
             signal.pause()

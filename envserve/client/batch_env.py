@@ -709,13 +709,14 @@ class BatchEnv:
             return "reset" if self._pending_reset else "call"
         return "step" if self.num_in_flight else ""
 
+    @_exclusive
     def drain(self) -> None:
         """Discard the results of all rows in flight, without waiting for them.
 
         The caller must then reset all envs before the next step.
         """
         self._has_reset = False
-        self.cancel_step()
+        self._group.cancel_step()
 
     @_exclusive
     def cancel_step(self) -> None:

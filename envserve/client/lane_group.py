@@ -29,8 +29,8 @@ from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolE
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
-#: Maximum duration of one wait for a lane, in seconds, and thus the maximum delay of
-#: its `give_up_error`.
+#: Maximum duration of one wait for a lane, in seconds. Its `give_up_error` is raised
+#: with at most this delay.
 _COLLECT_SECONDS: Final = 1.0
 
 

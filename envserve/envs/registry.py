@@ -115,7 +115,11 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
             new = tuple(key for key in gymnasium.registry if key not in known)
             # Another module may have imported this one already.
             stem = Path(module_name.removesuffix(".py")).name
-            own = (key for key in known if user_envs.module_of(key) == stem)
+            own = (
+                key
+                for key in known
+                if f"{user_envs.module_of(key)}.".startswith(f"{stem}.")
+            )
             _names_by_module[module_name] = new or tuple(sorted(own))
         if name:
             names.append(_register(reference, module, name))

@@ -66,10 +66,12 @@ class MetricsPort(socketserver.TCPServer):
             self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
+        except (OSError, TypeError) as error:
+            # A host name that IDNA cannot encode is a TypeError.
+            reason = getattr(error, "strerror", None) or error
             raise ServerError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}; "
-                f"pass another --metrics-port or --metrics-host"
+                f"cannot serve metrics on {host}:{port}: {reason}; pass another "
+                f"--metrics-port or --metrics-host"
             ) from None
         url_host = f"[{host}]" if ":" in host else host
         self.address = f"http://{url_host}:{self.server_address[1]}/metrics"

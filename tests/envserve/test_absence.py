@@ -257,6 +257,15 @@ def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     assert absence.padded == second
 
 
+def test_the_next_absence_of_a_block_whose_step_was_discarded_is_a_new_one() -> None:
+    absence = Absence(BatchBlocks.of([FakeLane(2, 2, Faults())]), 0.5)
+    absence.pad({0}, {0}, 0.0)
+    absence.mark_late({0})
+    absence.late_steps.clear()  # it has finished, and its result was discarded
+    absence.pad({0}, {0}, 10.0)
+    assert (absence.padded, absence.next_pad) == (set(), 10.5)
+
+
 class ScriptedLane(FakeLane):
     """A lane with one row per block, whose operations take several calls of `collect`.
 

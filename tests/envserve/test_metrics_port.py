@@ -207,10 +207,12 @@ def test_a_client_that_sends_byte_by_byte_delays_others_by_only_a_second(
         )
 
 
-def test_a_port_in_use_raises(port: MetricsPort) -> None:
+def test_an_address_that_cannot_be_used_is_an_error(port: MetricsPort) -> None:
     number = int(port.address.split(":")[-1].split("/")[0])
     with pytest.raises(ServerError, match=rf"127.0.0.1:{number}: Address already in"):
         MetricsPort(number)
+    with pytest.raises(ServerError, match=r"ü\.\.b:0: encoding of hostname failed"):
+        MetricsPort(0, "ü..b")
 
 
 def test_the_error_about_missing_packages_names_the_extra(

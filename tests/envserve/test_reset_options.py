@@ -157,6 +157,11 @@ class SeedOnlyDuck:
     reset = SeedOnlyEnv.reset
 
 
+class Stubborn(SeedOnlyEnv):
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"expected no {name}")
+
+
 @pytest.mark.parametrize(
     "reset", [lambda env, seed: env.reset(seed=seed), lambda env, seed: env.reset(seed)]
 )
@@ -168,7 +173,7 @@ def test_only_the_arguments_that_an_env_declares_are_passed(
             return reset(self.env, seed)
 
     env: Any
-    for env in (Wrapper(SeedOnlyEnv()), SeedOnlyDuck()):
+    for env in (Wrapper(SeedOnlyEnv()), SeedOnlyDuck(), Stubborn()):
         complete_reset_signature(env, needs_seed=True)
         assert env.reset(seed=3, options=None) == (3, {})
 

@@ -472,6 +472,8 @@ def test_a_class_may_be_registered_as_a_wrapper_in_this_process_only() -> None:
     with BatchEnv.local("CartPole-v1", 1, 1, wrappers=[Tripled]) as batch:
         batch.reset()
         assert batch.step(np.array([1])).reward[0] == 3.0
+    plain = UserCode().name_wrappers([Tripled], ["tests:my/Walk-v0"])
+    assert plain == [{"name": "Tripled"}]  # because workers import its package
 
 
 def test_arguments_of_an_env_may_be_any_objects() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,22 @@ def test_rows_of_a_lost_server_can_be_discarded(
             batch.send([1, 1])
         batch.reset()
         assert batch.step([2, 2]).valid.all()
+
+
+def test_a_drain_by_another_thread_changes_nothing() -> None:
+    class DrainedLane(FakeLane):
+        def collect(
+            self, timeout_seconds: float, min_finished: int = 1
+        ) -> list[Outcome]:
+            with pytest.raises(LocalProtocolError, match="another thread is using"):
+                other.submit(batch.drain).result()
+            return super().collect(timeout_seconds, min_finished)
+
+    lane = DrainedLane(2, 2, Faults(end=1.0))
+    with ThreadPoolExecutor(1) as other, BatchEnv([lane]) as batch:
+        batch.reset()
+        for _ in range(2):
+            assert batch.step([1, 1]).valid.all()
 
 
 def test_a_slow_env_does_not_delay_other_blocks() -> None:

@@ -281,6 +281,7 @@ def test_a_failed_reset_of_some_rows_costs_all_rows_of_a_block_their_episode(
     assert "does not support reset_mask" in str(failed.error)
     (outcome,) = step(pool, 0)
     assert_lost(pool, outcome, "a reset of some rows failed")
+    assert pool.rows.final_observation[0].tolist() == [1, 1, 1]
     for _ in range(2):
         assert not step(pool, 0)[0].faults
     assert pool.rows.observation[0].tolist() == [1, 1, 1]
