@@ -33,7 +33,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: that forks.
 _POLL_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 #: Main function of a child, which returns an exit code. Its second argument is a
 #: function that sends an object to this process.
 _ChildMain = Callable[[HostSettings, Callable[[Any], None]], int]
@@ -74,7 +73,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         if server.pid is not None and server.exitcode is None:
             os.kill(server.pid, number)
 
-    old_handlers = {number: signal.signal(number, forward) for number in _SIGNALS}
+    old_handlers = {number: signal.signal(number, forward) for number in _signals()}
     try:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
@@ -122,8 +121,16 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
     return process, receiver
 
 
+def _signals() -> list[signal.Signals]:
+    """Return the signals to forward to the server; SIGHUP unless it is ignored."""
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as with `nohup`
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
-    for number in _SIGNALS:
+    for number in _signals():
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

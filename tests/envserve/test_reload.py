@@ -102,6 +102,13 @@ def test_a_server_exits_when_its_parent_is_killed(
     wait_until(lambda: not any(map(is_running, others)))
 
 
+def test_a_server_stops_gracefully_when_its_terminal_is_closed(
+    folder: Path, serve: Serve
+) -> None:
+    server = serve("--reload", f"{folder / 'my_env.py'}:Same", imports=(), cwd=folder)
+    server.end(signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
