@@ -278,6 +278,9 @@ class LaneGroup:
                 if len(remaining) == len(operations) or isinstance(error, CallError):
                     self._take_outcomes(remaining)
                 raise self.blocks[min(group)].located(error) from None
+            except BaseException as error:
+                pop_harmless_mark(error)  # other lanes have not started the operation
+                raise
             remaining.difference_update(group)
         self.queue.is_updating = False
 
@@ -351,7 +354,11 @@ class LaneGroup:
             blocks.clear()
         for position in self.in_flight:
             block = self.blocks[position]
-            block.lane.submit_step((block.lane_block,))
+            try:
+                block.lane.submit_step((block.lane_block,))
+            except BaseException as error:
+                pop_harmless_mark(error)  # other blocks have not been submitted
+                raise
         self.queue.is_updating = False
 
     def _clean_up(self, positions: Iterable[int]) -> None:

@@ -61,6 +61,7 @@ class MetricsPort(socketserver.TCPServer):
                 f"{install_command('metrics')}"
             ) from None
         self._is_closing = threading.Event()
+        self._is_serving = False
         self._names = {socket.gethostname().lower(), host.lower()}
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -81,12 +82,13 @@ class MetricsPort(socketserver.TCPServer):
         self.collector = collector
         args = (_SHUTDOWN_POLL_SECONDS,)
         threading.Thread(target=self.serve_forever, args=args, daemon=True).start()
+        self._is_serving = True
         _LOGGER.info("metrics are at %s", self.address)
 
     def server_close(self) -> None:
         """Stop the thread, if it was started, and close the port."""
         self._is_closing.set()
-        if self.collector is not None:
+        if self._is_serving:  # otherwise, `shutdown` would wait forever
             self.shutdown()
         super().server_close()
 

@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
+    KeyFileError,
     RemoteProtocolError,
     ServerError,
 )
@@ -365,6 +366,10 @@ class ServerLoop:
             return self._protocol.reply(request, body, payload)
         except (Rejection, RemoteProtocolError) as error:
             return self._protocol.reject(request, error, now)
+        except KeyFileError as error:
+            if (more := self._failure_throttle.admit("a join failed", now)) is not None:
+                _LOGGER.error("a client cannot join: %s%s", error, more)
+            return self._protocol.request_failed(request)
         except Exception:
             self._log_failure("a message could not be handled")
             return self._protocol.request_failed(request)

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -98,13 +98,24 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                     host = replace(host, binds=addresses.recv())
             forward(signal.SIGINT, None)
             server.join()
-            if signals == [signal.SIGINT]:  # only the signal sent above
-                signals.clear()
-                server, addresses = _fork(serve, host)
+            with _deferred_signals():  # until `forward` can reach the new server
+                if signals == [signal.SIGINT]:  # only the signal sent above
+                    signals.clear()
+                    server, addresses = _fork(serve, host)
         return server.exitcode
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Block signals in a context; those that arrive are handled when it ends."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
@@ -132,6 +143,7 @@ def _signals() -> list[signal.Signals]:
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
     for number in _signals():
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # see `_deferred_signals`
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     sys.exit(child_main(host, connection.send))

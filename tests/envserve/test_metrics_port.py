@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ STATUS = ServerStatus(
     num_leases=1,
     leases=(LeaseStatus(number=1, user="zoe", client="zoe (x)", absent=(1, 2)),),
 )
+
+
+def test_a_port_whose_thread_cannot_start_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = MetricsPort(0)
+    failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with pytest.raises(RuntimeError, match="can't start"):
+        port.start_serving(mock.Mock())
+    port.server_close()
 
 
 def samples(text: str) -> dict[str, float]:

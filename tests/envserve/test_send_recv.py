@@ -435,6 +435,14 @@ def test_a_wrong_out_leaves_the_rows_in_flight(make_batch: MakeBatch) -> None:
     assert batch.recv(2)[1].reward.tolist() == [5, 6]
 
 
+def test_a_wrong_out_steps_no_env(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(LEDGER, 2, 2)
+    out = batch.step(np.array([3, 4]))
+    with pytest.raises(ValueError, match=r"shape \[2, 4\]; got \[1, 4\]"):
+        batch.step(np.array([5, 6]), out._replace(final_observation=np.zeros((1, 4))))
+    assert batch.step(np.array([5, 6]), out).observation[:, 2].tolist() == [2, 2]
+
+
 def test_rows_are_selected_by_index(make_batch: MakeBatch) -> None:
     batch = make_batch.and_reset(LEDGER, 2, 2)
     for wrong in (np.array([True, False]), np.array([0.5, 1.5])):

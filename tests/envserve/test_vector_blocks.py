@@ -200,6 +200,8 @@ def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     (record,) = caplog.records
     assert "The vector env of envs 0 to 2 (worker 0" in record.getMessage()
     (path,) = tmp_path.glob("*.repro")
+    assert f"the actions of its first row are in {path}" in record.getMessage()
+    assert "envserve replay" not in record.getMessage()
     repro = load_repro(path)
     assert [len(array) for array in repro.played.actions] == [1]
     ending = replay(repro, make_pool.launcher)
