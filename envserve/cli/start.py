@@ -223,6 +223,7 @@ def _serve_on_ray(
 ) -> int:
     """Run servers on a Ray cluster until a signal arrives, then drain them."""
     from envserve.ray import EnvServers, scale_down
+    from envserve.server.signals import stop_signals
 
     name = "ray://default/envs" if on == "ray" else on
     try:
@@ -232,10 +233,7 @@ def _serve_on_ray(
                 print(f"envserve: {scale_to} servers are left on {name}")
                 return 0
         with EnvServers(number, options, resources=resources, address=name) as servers:
-            signals = [signal.SIGTERM, signal.SIGINT]
-            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # `nohup`
-                signals.append(signal.SIGHUP)
-            for signum in signals:
+            for signum in stop_signals():
                 signal.signal(signum, lambda *_: sys.exit(0))
             print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
             signal.pause()

@@ -25,6 +25,7 @@ from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs.registry import import_env_modules, offered_names, preload
 from envserve.errors import EnvStartError
+from envserve.server.signals import stop_signals
 from envserve.settings import HostSettings
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         if server.pid is not None and server.exitcode is None:
             os.kill(server.pid, number)
 
-    old_handlers = {number: signal.signal(number, forward) for number in _signals()}
+    old_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
@@ -111,11 +112,12 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
     """Block signals in a context; those that arrive are handled when it ends."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    numbers = stop_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
@@ -132,18 +134,10 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
     return process, receiver
 
 
-def _signals() -> list[signal.Signals]:
-    """Return the signals to forward to the server; SIGHUP unless it is ignored."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as with `nohup`
-        numbers.append(signal.SIGHUP)
-    return numbers
-
-
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
-    for number in _signals():
+    for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # see `_deferred_signals`
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())  # see `_deferred_signals`
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     sys.exit(child_main(host, connection.send))
