@@ -231,7 +231,7 @@ class Attachment:
                 f"it with a larger --max-message-mib"
             )
         needed, limit = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
-        if needed > limit << 20:
+        if needed > limit * (1 << 20):  # the limit may be infinite
             raise RemoteProtocolError(
                 f"the rows of {num_envs} envs need {needed >> 20} MiB, but max_row_mib "
                 f"is {limit}; raise max_row_mib if you expect such large envs"
