@@ -709,6 +709,7 @@ class BatchEnv:
             return "reset" if self._pending_reset else "call"
         return "step" if self.num_in_flight else ""
 
+    @_exclusive
     def drain(self) -> None:
         """Discard the results of all rows in flight, without waiting for them.
 

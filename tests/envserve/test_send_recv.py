@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,22 @@ class SleepingLane(FakeLane):
             self.waited += timeout_seconds
             time.sleep(timeout_seconds)
         return super().collect(timeout_seconds, min_finished)
+
+
+def test_a_batch_that_another_thread_cannot_drain_need_not_be_reset() -> None:
+    class Lane(FakeLane):
+        def collect(self, *arguments: Any) -> list[Outcome]:
+            with (
+                ThreadPoolExecutor(1) as other,
+                pytest.raises(LocalProtocolError, match="another thread is using"),
+            ):
+                other.submit(batch.drain).result()
+            return super().collect(*arguments)
+
+    with BatchEnv([Lane(1, 1, Faults(end=1.0))]) as batch:
+        batch.reset()
+        for _ in range(2):
+            assert batch.step([1]).valid.all()
 
 
 def test_the_lanes_of_a_batch_share_one_timeout() -> None:
