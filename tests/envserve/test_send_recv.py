@@ -118,13 +118,15 @@ class SleepingLane(FakeLane):
 
 def test_a_batch_that_another_thread_cannot_drain_need_not_be_reset() -> None:
     class Lane(FakeLane):
-        def collect(self, *arguments: Any) -> list[Outcome]:
+        def collect(
+            self, timeout_seconds: float, min_finished: int = 1
+        ) -> list[Outcome]:
             with (
                 ThreadPoolExecutor(1) as other,
                 pytest.raises(LocalProtocolError, match="another thread is using"),
             ):
                 other.submit(batch.drain).result()
-            return super().collect(*arguments)
+            return super().collect(timeout_seconds, min_finished)
 
     with BatchEnv([Lane(1, 1, Faults(end=1.0))]) as batch:
         batch.reset()
