@@ -196,6 +196,8 @@ class Attachment:
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
         """Change to READY, and send the requests that are in flight."""
+        if blocks.is_vacant and self.lost_lease is not None:
+            self.lost_lease.lost_at = now  # no lease was lost before the first one
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
