@@ -652,7 +652,8 @@ class BatchEnv:
 
         Raises:
           EnvTimeout: Too few rows have finished in time; a later call returns them.
-          EnvError: See `step`; only the block of the failed env was received.
+          EnvError: See `step`; only the block of the failed env was received. Reset its
+            rows before you send them again.
           LocalProtocolError: Fewer rows are in flight than requested.
           ServerError: A server was lost, together with its rows.
           ValueError: `out` has wrong shapes; the rows stay in flight.

@@ -350,6 +350,20 @@ def test_an_earlier_loss_without_operations_in_flight_does_not_count() -> None:
     check_lost(client, step_all(client, third, now), last=3)
 
 
+def test_time_in_which_the_client_was_suspended_does_not_count_after_a_loss() -> None:
+    client, restarted = attach_and_restart()
+    client.submit_step([0, 1], 1.0)
+
+    def is_not_hello(frames: list[Buffer]) -> bool:
+        return decode(frames).type is not MessageType.HELLO
+
+    advance_to(client, 3.0)
+    exchange(client, restarted, 3.0, filter_request=is_not_hello)
+    assert state_of(client) is ClientState.HELLO_SENT
+    client.advance(300.0)
+    check_lost(client, finish(client, restarted, 300.0), last=3)
+
+
 def test_the_first_lease_of_rows_that_waited_for_a_server_may_be_lost_at_once() -> None:
     """The time without a server does not count as a loss."""
     server = FakeServer()
