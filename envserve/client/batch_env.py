@@ -401,7 +401,8 @@ class BatchEnv:
     ) -> Any:
         """Reset envs and return their first observations.
 
-        The infos are stored in `reset_infos`.
+        The infos are stored in `reset_infos`. Rows that wait for a server (see
+        `on_server_lost` and `min_servers`) keep their last observation.
 
         Args:
           env_indices: Rows to reset; None for all.

@@ -544,6 +544,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
         batch.reset()
         result = batch.step(np.zeros(8, np.int64))
         assert result.status[4:].tolist() == [Status.PENDING] * 4
+        batch.reset()
         with pytest.raises(ServerLost, match="no server is available for these rows"):
             batch.get_attr("spec")
         added = source.lend(4)
