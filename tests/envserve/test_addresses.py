@@ -13,7 +13,6 @@ import envserve.ray
 from envserve.address import complete_address
 from envserve.cli.health import health
 from envserve.client import BatchEnv
-from envserve.client.link import discovery
 from envserve.client.link.discovery import resolve
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.zmq_guards.diagnosis import Finding, diagnose_connection
@@ -132,17 +131,6 @@ def test_the_error_about_an_invalid_address_file_names_the_line(
         resolve(f"file://{path}")
     assert "\n" not in str(raised.value)
     assert probe(f"file://{path}") == (2, str(raised.value))
-
-
-def test_an_error_of_a_signal_handler_is_raised_while_a_file_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupt(*_: object) -> None:
-        raise TimeoutError("raised by a handler of SIGALRM")
-
-    monkeypatch.setattr(discovery, "open_regular", interrupt)
-    with pytest.raises(TimeoutError, match="raised by a handler"):
-        resolve("file:///addresses")
 
 
 def test_addresses_are_not_read_from_an_endless_device() -> None:
