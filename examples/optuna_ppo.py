@@ -4,6 +4,7 @@ python examples/optuna_ppo.py [--connect sim1 sim2]
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import optuna  # pip install '.[trainers]'
@@ -21,7 +22,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40_960, help="env steps per trial")
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--runs", type=Path, default=Path("runs/optuna"))
+    runs = Path(time.strftime("runs/optuna-%Y%m%d-%H%M%S"))
+    parser.add_argument("--runs", type=Path, default=runs, help="new folder")
     args = parser.parse_args()
     tf.get_logger().setLevel("ERROR")  # hides warnings about retracing in each trial
 

@@ -24,6 +24,7 @@ from ppo.errors import (
     DivergedError,
     EnvDataError,
     EnvsLostError,
+    RunFolderError,
     TrainingStopped,
 )
 from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
@@ -92,7 +93,8 @@ def train(
 
     Args:
       config: All settings.
-      run_folder: Folder for metrics and checkpoints.
+      run_folder: Folder for the config, metrics and checkpoints. Without `resume`, it
+        must not contain any checkpoints.
       make_env: Creates the envs, which are closed at the end.
       resume: Whether to continue from the newest checkpoint of the folder. A run that
         ended before its first checkpoint starts from the beginning.
@@ -109,6 +111,7 @@ def train(
       BadInputError: The config does not match the envs, the checkpoint or the user
         code.
       CallbackError: A callback failed; a checkpoint has been written.
+      RunFolderError: The folder has checkpoints, but `resume` is false.
       RunLockedError: Another process is training the run.
       RunWriteError: The run folder cannot be written.
       EnvDataError: An env returned numbers that are not finite; a checkpoint has been
@@ -127,6 +130,12 @@ def train(
         algorithm.check(config)
         if learners.is_chief:  # before another process can change the counters
             stack.enter_context(run_folder.locked())
+            if not resume and run_folder.has_checkpoint():
+                raise RunFolderError(
+                    f"{run_folder.path}: expected a folder without checkpoints, found "
+                    "those of an earlier run; pass resume=True to continue it, or use "
+                    "another folder."
+                )
         counters = _first_counters(run_folder) if resume else ()
         first = Counters(*learners.gather(counters)[0])
         callbacks = Callbacks(config.callbacks)
@@ -144,6 +153,7 @@ def train(
                 checkpoint.restore(run_folder.checkpoints, run.state)
             with run_folder.writing():
                 run.algorithm.load_data(run_folder.algorithm_data, first.steps)
+        if learners.is_chief:  # only after a checkpoint has been loaded with the config
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from envserve.envs.user_envs import sibling_imports, split_reference
-from envserve.text import one_line
+from envserve.text import message_of, one_line
 from ppo.errors import (
     CallbackError,
     ConfigError,
@@ -90,7 +90,7 @@ def user_code_errors(
     except (kind, TrainingStopped):
         raise
     except (Exception, SystemExit) as error:
-        text = one_line(" ".join(str(error).split()), 300)
+        text = one_line(" ".join(message_of(error).split()), 300)
         located_error = kind(
             f"{what}: {source_location(code, error)}{type(error).__name__}: {text}"
         )
@@ -111,8 +111,9 @@ def source_location(code: Any, error: BaseException | None = None) -> str:
       error: An exception that the code raised.
     """
     file, line = code if isinstance(code, str) else None, 0
-    with contextlib.suppress(TypeError, OSError):
-        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    with contextlib.suppress(Exception):  # SyntaxError if the file was edited since
+        file = inspect.getsourcefile(code)
+        line = inspect.getsourcelines(code)[1]
     for frame in traceback.extract_tb(error.__traceback__ if error else None)[::-1]:
         is_loader = "importlib" in frame.filename or frame.filename == __file__
         if frame.filename == file or not (file or is_loader):

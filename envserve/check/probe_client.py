@@ -217,6 +217,7 @@ class ProbeClient:
           codes: The allowed codes.
           sent: Frames to send instead of the encoded message, if not empty.
         """
+        self._sent_at = time.monotonic()
         self.link.send(sent or encode(message))
         reply, names = self.reply(message), " or ".join(code.name for code in codes)
         expect(reply.type is MessageType.ERROR, f"ERROR {names}", describe(reply))

@@ -573,7 +573,7 @@ class Program:
 
     def _completions(self, line: str) -> list[str]:
         """Return the possible completions of a line's last word."""
-        *words, last = re.split(" +", line)[1:]
+        *words, last = re.split(" +", line)[1:] or [""]
         found = {*_PROGRAM_OPTIONS} if not words else set()
         for name in self.names:
             parts = name.split()

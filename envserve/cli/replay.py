@@ -34,7 +34,7 @@ def replay(
     """Replay a crash from its repro file, and check that the env ends as recorded.
 
     Exit codes: 0 if the env ends as recorded, 1 if not, 2 if the file or the env cannot
-    be loaded.
+    be loaded, or the video cannot be written.
 
     Args:
       file: Repro file of a crash; the log message about the crash names it.

@@ -221,8 +221,9 @@ def _start_code(error: Exception) -> int:
 def _serve_on_ray(
     options: list[str], on: str, number: int, scale_to: int | None, resources: Any
 ) -> int:
-    """Run servers on a Ray cluster until SIGTERM or SIGINT, then drain them."""
+    """Run servers on a Ray cluster until a signal arrives, then drain them."""
     from envserve.ray import EnvServers, scale_down
+    from envserve.server.signals import stop_signals
 
     name = "ray://default/envs" if on == "ray" else on
     try:
@@ -232,7 +233,7 @@ def _serve_on_ray(
                 print(f"envserve: {scale_to} servers are left on {name}")
                 return 0
         with EnvServers(number, options, resources=resources, address=name) as servers:
-            for signum in (signal.SIGTERM, signal.SIGINT):
+            for signum in stop_signals():
                 signal.signal(signum, lambda *_: sys.exit(0))
             print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
             signal.pause()

@@ -35,7 +35,8 @@ class Absence:
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and whose rows are padding.
       absent_since: Maps positions of blocks that were absent at the last call to `pad`,
-        and have not been released, to the time from which `padding_after` counts.
+        and whose steps were neither released nor marked late since, to the time from
+        which `padding_after` counts.
       next_pad: Time at which rows will next become padding; infinity if never.
     """
 
@@ -61,6 +62,7 @@ class Absence:
         self.late_steps |= positions
         self.awaited_late_steps -= positions
         self.padded -= positions
+        self._forget_since(positions)
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
         """Record that a caller waits for the late steps of the given blocks.
@@ -148,6 +150,10 @@ class Absence:
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
+        self._forget_since(positions)
+
+    def _forget_since(self, positions: Set[int]) -> None:
+        """Let the next absence of the given blocks count from its own beginning."""
         for position in positions & self.absent_since.keys():
             del self.absent_since[position]
 

@@ -31,6 +31,7 @@ from envserve.client.stats import BatchStats, StepRecorder
 from envserve.client.step_result import (
     StepResult,
     add_infos,
+    check_out,
     decode_result,
     gather_result,
 )
@@ -560,6 +561,7 @@ class BatchEnv:
           LocalProtocolError: Some rows are in flight, or their episodes have ended.
           ResetFirst: The envs have not been reset yet, or must be reset again.
           ServerError: A server was lost.
+          ValueError: `out` has wrong shapes; no env was stepped.
         """
         group = self._group
         # As in `_exclusive`, which would add a function call to each step.
@@ -570,7 +572,7 @@ class BatchEnv:
             if group.queue.is_updating or self._unusable or not is_ready:
                 self._begin(needs_reset=True)
             if out is not None:
-                self._check_out()
+                check_out(self.spec, out, self.num_envs)
             began_at = time.perf_counter()
             all_rows = self._row_sets.all_rows
             num_actions = 0 if self.is_single else self.num_envs
@@ -666,12 +668,12 @@ class BatchEnv:
                 "out: requires env_indices, and cannot be combined with min_envs, "
                 "because the number of rows must be known in advance"
             )
-        if out is not None:
-            self._check_out()
         group = self._group
         positions, num_rows = self._row_sets.select_in_flight(
             group.in_flight, min_envs, env_indices
         )
+        if out is not None:
+            check_out(self.spec, out, num_rows)
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         ready = group.wait(positions, num_rows, deadline)
         row_set = self._row_sets.for_blocks(ready)
@@ -719,7 +721,7 @@ class BatchEnv:
         The caller must then reset all envs before the next step.
         """
         self._has_reset = False
-        self.cancel_step()
+        self._group.cancel_step()
 
     @_exclusive
     def cancel_step(self) -> None:
@@ -941,13 +943,6 @@ class BatchEnv:
             f"{self.spec.env_name}: another thread is using this batch; use it from "
             "one thread at a time, or create a batch for each thread"
         )
-
-    def _check_out(self) -> None:
-        if self._is_encoded:
-            raise ValueError(
-                "out: expected None, because the values of Text, Sequence, Graph or "
-                "OneOf spaces cannot be written into existing arrays"
-            )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
         ended = row_set.env_indices[self._ended[row_set.env_indices]]

@@ -29,8 +29,8 @@ from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolE
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
-#: Maximum duration of one wait for a lane, in seconds, and thus the maximum delay of
-#: its `give_up_error`.
+#: Maximum duration of one wait for a lane, in seconds. Its `give_up_error` is raised
+#: with at most this delay.
 _COLLECT_SECONDS: Final = 1.0
 
 
@@ -284,6 +284,9 @@ class LaneGroup:
                 if len(remaining) == len(operations) or isinstance(error, CallError):
                     self._take_outcomes(remaining)
                 raise self.blocks[min(group)].located(error) from None
+            except BaseException as error:
+                pop_harmless_mark(error)  # other lanes have not started the operation
+                raise
             remaining.difference_update(group)
         self.queue.is_updating = False
 
@@ -357,7 +360,11 @@ class LaneGroup:
             blocks.clear()
         for position in self.in_flight:
             block = self.blocks[position]
-            block.lane.submit_step((block.lane_block,))
+            try:
+                block.lane.submit_step((block.lane_block,))
+            except BaseException as error:
+                pop_harmless_mark(error)  # other blocks have not been submitted
+                raise
         self.queue.is_updating = False
 
     def _clean_up(self, positions: Iterable[int]) -> None:

@@ -195,8 +195,8 @@ def make(
     addresses = None if address is None else [address]
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    options = {"actions": "pass", **settings}
-    batch = make_batch(env, 1, addresses, fixed, expected, **options)
+    all_options = {"actions": "pass", **settings}
+    batch = make_batch(env, 1, addresses, fixed, expected, **all_options)
     result = Env(batch)
     name = batch.spec.env_name if isinstance(env, str) else env
     settings["address"] = address

@@ -8,7 +8,7 @@ from typing import Any, Final
 import gymnasium
 
 from envserve.client.batch_env import BatchEnv
-from envserve.client.vector_env import metadata_of
+from envserve.client.vector_env import attribute_of, metadata_of
 from envserve.errors import CallError
 from envserve.spaces.leaves import unbatch
 
@@ -30,7 +30,7 @@ class Env(gymnasium.Env[Any, Any]):
         batch.reset_call, batch.is_single, batch.steps_ended = "reset()", True, True
         self.observation_space = batch.observation_space
         self.action_space = batch.action_space
-        (self.render_mode,) = batch.get_attr("render_mode")
+        self.render_mode = attribute_of(batch, "render_mode")
         self.metadata = metadata_of(batch)
         # With render mode "human", the worker would open the window. If the metadata
         # lacks this mode, Gymnasium applies HumanRendering, which opens the window in
@@ -44,7 +44,7 @@ class Env(gymnasium.Env[Any, Any]):
         """Start a new episode; see `gymnasium.Env.reset`."""
         seeds = None if seed is None else [seed]
         observation = self._batch.reset(None, seeds, options=options)
-        super().reset(seed=seed)
+        super().reset(seed=None if seed is None else int(seed))
         self._observation = self._unbatch(observation)
         return self._observation, dict(self._batch.reset_infos.get(0, {}))
 

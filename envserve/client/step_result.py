@@ -92,6 +92,37 @@ _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
 )
 
 
+def check_out(spec: EnvSpec, out: StepResult, num_rows: int) -> None:
+    """Check that a step of `num_rows` rows can be written into `out`.
+
+    Call this before envs are stepped: the result of their step would be lost with an
+    error.
+
+    Raises:
+      SpaceError: The observations are not nested like the observation space.
+      ValueError: An array has a wrong shape, or the observations have no fixed shape.
+    """
+    if spec.has_encoded_observations:
+        raise ValueError(
+            "out: expected None, because the values of Text, Sequence, Graph or "
+            "OneOf spaces cannot be written into existing arrays"
+        )
+    if len(out.reward) != num_rows:
+        raise ValueError(
+            f"out: expected arrays of {num_rows} rows; got {len(out.reward)}"
+        )
+    space, single = spec.observation_space, spec.single_observation
+    for value in (out.observation, out.final_observation):
+        arrays = flatten(space, value) if single is None else [value]
+        for array, leaf in zip(arrays, spec.observation_leaves, strict=True):
+            # NumPy would broadcast a single row to a larger array without an error.
+            if array.shape != (shape := (num_rows, *leaf.shape)):
+                raise _shape_error(array, shape)
+    for array in (out.reward, out.terminated, out.truncated, out.valid, out.status):
+        if array.shape != (num_rows,):
+            raise _shape_error(array, (num_rows,))
+
+
 def gather_result(
     spec: EnvSpec,
     row_set: RowSet,
@@ -104,10 +135,8 @@ def gather_result(
       spec: Spaces of the envs.
       row_set: The rows to copy.
       infos: Infos of the result.
-      out: A result whose arrays are overwritten; None allocates new arrays.
-
-    Raises:
-      ValueError: An array of `out` has a wrong shape.
+      out: A result whose arrays are overwritten, checked by `check_out`; None
+        allocates new arrays.
     """
     if out is not None or len(row_set.lane_parts) > 1:
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
@@ -169,20 +198,11 @@ def _write_to(
     spec: EnvSpec,
 ) -> StepResult:
     space, is_nested = spec.observation_space, spec.single_observation is None
-    num_rows = len(row_set)
     observation = flatten(space, out.observation) if is_nested else [out.observation]
-    if len(out.reward) != num_rows:
-        raise ValueError(
-            f"out: expected arrays of {num_rows} rows; got {len(out.reward)}"
-        )
     targets = (*observation, out.reward, out.terminated, out.truncated, out.status)
     for target, sources in zip(targets, row_set.sources(), strict=True):
-        source, is_single = sources[0], len(sources) == 1
-        shape = source.shape if is_single else (num_rows, *source.shape[1:])
-        if target.shape != shape:
-            raise _shape_error(target, shape)
-        if is_single:
-            target[...] = source
+        if len(sources) == 1:
+            target[...] = sources[0]
         else:  # one NumPy call copies from any number of lanes
             np.concatenate(sources, out=target, casting="unsafe")
     # As in `gather_result`, comparing bytes is faster than NumPy calls.
@@ -236,7 +256,6 @@ def with_last_observation(space: Space[Any], step: StepResult, previous: Any) ->
 
 
 def _shape_error(target: Array, shape: tuple[int, ...]) -> ValueError:
-    # NumPy would broadcast a single row to a larger array without an error.
     return ValueError(
         f"out: expected an array of shape {list(shape)}; got {list(target.shape)}"
     )
@@ -246,8 +265,6 @@ def _write_final(rows: Rows, targets: Sequence[Array]) -> None:
     """Copy the final observations of rows whose episode has ended."""
     (ended,) = (rows.terminated | rows.truncated).nonzero()
     for target, source in zip(targets, rows.final_observation, strict=True):
-        if target.shape != source.shape:
-            raise _shape_error(target, source.shape)
         target[ended] = source.take(ended, axis=0)
 
 

@@ -80,10 +80,15 @@ def parse_observation_mode(mode: Any) -> ObservationMode:
 
 def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     """Return the envs' metadata, without values that are not plain; may be empty."""
+    return dict(attribute_of(batch, "metadata") or {})
+
+
+def attribute_of(batch: BatchEnv, name: str) -> Any:
+    """Return an attribute of the first env; None if it cannot be read."""
     try:
-        return dict(batch.get_attr("metadata", [0])[0] or {})
+        return batch.get_attr(name, [0])[0]
     except CallError:
-        return {}
+        return None
 
 
 class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
@@ -124,7 +129,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             self.observation_space, self.single_observation_space = observation_mode
         self.single_action_space = batch.action_space
         self.action_space = batch_space(batch.action_space, self.num_envs)
-        (self.render_mode,) = batch.get_attr("render_mode", [0])
+        self.render_mode = attribute_of(batch, "render_mode")
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
         self._is_encoded = batch.spec.has_encoded_observations

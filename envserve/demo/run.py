@@ -199,9 +199,9 @@ class Demo:
             print(json.dumps(self.metrics), file=file)
 
     def _make_twin(self) -> gymnasium.Env[Any, Any]:
-        return complete_reset_signature(
-            make_env(env_name_of(self._env), {}), needs_seed=True
-        )
+        env = make_env(env_name_of(self._env), {})
+        complete_reset_signature(env, needs_seed=True)
+        return env
 
     def _inject(self, label: str, act: Callable[[DemoServer], None]) -> str:
         """Inject a fault into a random server, and wait until its envs have recovered.

@@ -19,7 +19,6 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, Final, Self
 
@@ -83,7 +82,7 @@ class UserCode:
         specs: dict[str, EnvSpec] = {}
         for name, registered in gymnasium.registry.items():
             is_own = user_envs.module_of(name).partition(".")[0] == "gymnasium"
-            if not (is_own and name in _names_of_gymnasium()):
+            if not (is_own and name in _constants_of_gymnasium()):
                 original = _original(registered)
                 if _can_be_pickled(original):
                     specs[name] = original
@@ -148,8 +147,7 @@ class UserCode:
         """
         if not isinstance(wrappers, Sequence) or isinstance(wrappers, str):
             return wrappers  # `parse_wrappers` raises the error
-        imported = {re.split("[.:]", Path(item).name)[0] for item in import_modules}
-        imported |= {"envserve", "gymnasium"}
+        imported = {*user_envs.packages_of(import_modules), "envserve", "gymnasium"}
         tables = []
         for position, wrapper in enumerate(wrappers):
             if isinstance(wrapper, WrapperSpec):
@@ -291,13 +289,13 @@ def _pickle_loaded_files_by_value() -> None:
 
 
 @functools.cache
-def _names_of_gymnasium() -> frozenset[str]:
-    """Return the names of the envs that Gymnasium itself registers."""
-    try:
-        source = Path(gymnasium.envs.__file__).read_text()
-    except (OSError, TypeError, ValueError):  # the source is not installed
-        return frozenset(gymnasium.registry)
-    return frozenset(re.findall(r'"([\w/-]+-v\d+)"', source))
+def _constants_of_gymnasium() -> frozenset[Any]:
+    """Return the constants of the module that registers Gymnasium's own envs.
+
+    The names of these envs are among them.
+    """
+    module: Any = gymnasium.envs
+    return frozenset(module.__spec__.loader.get_code(module.__name__).co_consts)
 
 
 def _original(spec: EnvSpec) -> EnvSpec:

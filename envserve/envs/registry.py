@@ -115,7 +115,11 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
             new = tuple(key for key in gymnasium.registry if key not in known)
             # Another module may have imported this one already.
             stem = Path(module_name.removesuffix(".py")).name
-            own = (key for key in known if user_envs.module_of(key) == stem)
+            own = (
+                key
+                for key in known
+                if f"{user_envs.module_of(key)}.".startswith(f"{stem}.")
+            )
             _names_by_module[module_name] = new or tuple(sorted(own))
         if name:
             names.append(_register(reference, module, name))
@@ -274,7 +278,8 @@ def make_env(
             f"server with --vector {name}"
         )
     try:
-        if ":" in name and not _can_be_registered(spec.entry_point):
+        # The id of a class or function that is not registered contains a colon.
+        if ":" in spec.id and not _can_be_registered(spec.entry_point):
             limit = kwargs.get("max_episode_steps") or -1  # None is the default
             kwargs = {k: v for k, v in kwargs.items() if k != "max_episode_steps"}
             env = _call(functools.partial(env_creator_of(spec), **kwargs), name)

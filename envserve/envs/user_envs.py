@@ -42,6 +42,12 @@ def split_reference(reference: str) -> tuple[str, str]:
     return module, name
 
 
+def packages_of(references: Iterable[str]) -> set[str]:
+    """Return the top-level package of each reference's module, or its file's name."""
+    modules = (Path(split_reference(reference)[0]).name for reference in references)
+    return {module.partition(".")[0] for module in modules}
+
+
 def with_absolute_path(reference: str) -> str:
     """Make the file path in a reference absolute; leave module names unchanged."""
     module, _ = split_reference(reference)
@@ -140,8 +146,8 @@ def name_and_imports(
         )
     if ":" not in name:
         module = module_of(name)
-        packages = {Path(path).name.partition(".")[0] for path in import_modules}
-        if module.partition(".")[0] in {"gymnasium", "__main__", *packages}:
+        packages = {"gymnasium", "__main__", *packages_of(import_modules)}
+        if module.partition(".")[0] in packages:
             # Workers import `import_modules` and gymnasium anyway, and cannot import
             # the module `__main__`.
             module = ""

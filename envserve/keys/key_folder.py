@@ -275,7 +275,8 @@ def _check_socket_owner(path: str) -> None:
     """Raise ConnectError if a socket belongs to another user."""
     try:
         owner = os.stat(path).st_uid
-    except OSError:  # an abstract socket, or one that does not exist yet
+    except OSError as error:  # an abstract socket, or one that does not exist yet
+        raise_if_from_handler(error)
         return
     if owner != os.geteuid():
         raise ConnectError(

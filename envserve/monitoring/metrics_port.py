@@ -61,15 +61,18 @@ class MetricsPort(socketserver.TCPServer):
                 f"{install_command('metrics')}"
             ) from None
         self._is_closing = threading.Event()
+        self._is_serving = False
         self._names = {socket.gethostname().lower(), host.lower()}
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
             super().__init__((host, port), _Handler)
-        except OSError as error:
+        except (OSError, TypeError) as error:
+            # A host name that IDNA cannot encode is a TypeError.
+            reason = getattr(error, "strerror", None) or error
             raise ServerError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}; "
-                f"pass another --metrics-port or --metrics-host"
+                f"cannot serve metrics on {host}:{port}: {reason}; pass another "
+                f"--metrics-port or --metrics-host"
             ) from None
         url_host = f"[{host}]" if ":" in host else host
         self.address = f"http://{url_host}:{self.server_address[1]}/metrics"
@@ -79,12 +82,13 @@ class MetricsPort(socketserver.TCPServer):
         self.collector = collector
         args = (_SHUTDOWN_POLL_SECONDS,)
         threading.Thread(target=self.serve_forever, args=args, daemon=True).start()
+        self._is_serving = True
         _LOGGER.info("metrics are at %s", self.address)
 
     def server_close(self) -> None:
         """Stop the thread, if it was started, and close the port."""
         self._is_closing.set()
-        if self.collector is not None:
+        if self._is_serving:  # otherwise, `shutdown` would wait forever
             self.shutdown()
         super().server_close()
 

@@ -48,9 +48,14 @@ class MonitoredServer:
 
     @property
     def steps_per_second(self) -> float | None:
-        """The rate of env steps since the previous poll; None after the first poll."""
+        """The rate of env steps since the previous poll of the same server process.
+
+        None after the first poll, and if the server was restarted between two polls.
+        """
         now, previous = self.status, self._previous
         if not (now and previous and now.version and now.seconds > previous.seconds):
+            return None
+        if now.steps < previous.steps:  # a restart within seconds
             return None
         return (now.steps - previous.steps) / (now.seconds - previous.seconds)
 

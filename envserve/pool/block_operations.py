@@ -388,6 +388,8 @@ class BlockOperations:
             # The vector env was replaced, which has ended the episodes of all its rows.
             text = "the vector env was replaced, because a reset of some rows failed"
             self.losses.setdefault(slot.block.index, Lost(Status.WORKER_DIED, text))
+            # The next step reports the last observations of these episodes.
+            copy_final_to_observation(self._rows, slot.block.row_slice)
         has_arguments = bool(task.payload)  # errors are usually the caller's mistakes
         failures = [] if has_arguments else faults
         self._log_failures(slot, failures, outcome.retried, now)

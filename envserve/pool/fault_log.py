@@ -356,21 +356,17 @@ class FaultLog:
     def _replay_command(self, path: Path | None) -> list[str]:
         if path is None:
             return []
+        if self._config.vectorized:  # other rows may have caused the fault
+            return [f"the actions of its first row are in {path}"]
         if not self._config.is_replayable:
-            remedy = (
-                "; to replay such faults, move the env, its wrappers and its arguments "
-                "from the script to a separate file"
-            )
             return [
-                f"its actions are in {path}{'' if self._config.vectorized else remedy}"
+                f"its actions are in {path}; to replay such faults, move the env, its "
+                f"wrappers and its arguments from the script to a separate file"
             ]
         imports = "".join(
             f" --import {shlex.quote(module)}" for module in self._config.import_modules
         )
-        purpose = "to replay it"
-        if self._config.vectorized:
-            purpose = "actions of its first row"
-        return [f"{purpose}: envserve replay {shlex.quote(str(path))}{imports}"]
+        return [f"to replay it: envserve replay {shlex.quote(str(path))}{imports}"]
 
 
 def _shorten(text: str, length: int) -> str:

@@ -274,7 +274,8 @@ class Launcher:
             raise WorkerError(f"expected an open launcher; got {self!r}")
         self.poll()
         if self._template_error:
-            self._start_template()
+            with self.reserve:
+                self._start_template()
         if len(self._channel.unsent) >= _MAX_UNSENT:
             raise WorkerError(
                 f"{self!r}: expected fewer than {_MAX_UNSENT} queued messages to the "

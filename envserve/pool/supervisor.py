@@ -245,12 +245,12 @@ class SupervisedWorker:
         Allowed in any state, because an interrupted call may leave the worker in any
         state.
         """
-        if self.process is not None:
-            self.process.kill(reason, now)
-            exit_ = self.process.wait_exit(KILL_SECONDS)
-            # A process without an id is not forked yet, and is killed once it is.
-            if exit_ is None and self.process.pid is not None:
-                self._abandon_unkillable(self.process)
+        if (process := self.process) is not None:
+            process.kill(reason, now)
+            # A process without an id is not forked yet. The template kills it once it
+            # is, before it forks the next one, so there is no need to wait.
+            if process.pid is not None and process.wait_exit(KILL_SECONDS) is None:
+                self._abandon_unkillable(process)
         self.abandon()
 
     def abandon(self) -> None:

@@ -220,9 +220,13 @@ class WorkerSet:
             worker.begin_close(kill_at=now + grace_seconds)
 
     def close(self, timeout_seconds: float) -> None:
-        """Wait until all workers have ended or the timeout expires; free resources."""
+        """Wait until all workers have ended or the timeout expires; free resources.
+
+        Do not wait for processes without an id. Their fork may take long, because the
+        template is importing modules, and they exit because their channel is closed.
+        """
         deadline = self._clock() + timeout_seconds
-        while not self.have_ended and (now := self._clock()) < deadline:
+        while any(self.pids) and (now := self._clock()) < deadline:
             for key, _ in self.selector.select(
                 min(0.05, max(0.0, self.watch_at - now))
             ):
@@ -231,8 +235,6 @@ class WorkerSet:
                 pass
         for worker in self.all:
             if worker.process is not None:
-                # A process without an id was never forked; closing its launcher
-                # prevents this.
                 if worker.process.pid is not None:
                     _LOGGER.error("%r cannot be killed", worker)
                 worker.abandon()

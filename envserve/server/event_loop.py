@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from envserve.errors import (
     EnvserveError,
     EnvStartError,
+    KeyFileError,
     RemoteProtocolError,
     ServerError,
 )
@@ -70,6 +71,9 @@ _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
+#: If the check for expired leases is more than this number of seconds late, it is
+#: postponed by the same time.
+_LATE_SECONDS: Final = 0.5
 #: Interval in seconds, and number, of the measurements of the loop's lag.
 _TICK_SECONDS: Final = 0.5
 _NUM_TICKS: Final = 20
@@ -362,6 +366,10 @@ class ServerLoop:
             return self._protocol.reply(request, body, payload)
         except (Rejection, RemoteProtocolError) as error:
             return self._protocol.reject(request, error, now)
+        except KeyFileError as error:
+            if (more := self._failure_throttle.admit("a join failed", now)) is not None:
+                _LOGGER.error("a client cannot join: %s%s", error, more)
+            return self._protocol.request_failed(request)
         except Exception:
             self._log_failure("a message could not be handled")
             return self._protocol.request_failed(request)
@@ -491,6 +499,14 @@ class ServerLoop:
             self._lease_timer = self._loop.call_at(deadline, self._expire_leases)
 
     def _expire_leases(self) -> None:
+        assert self._lease_timer is not None, "only the timer calls this"
+        if self._loop.time() > self._lease_timer.when() + _LATE_SECONDS:
+            # This process was probably suspended. Clients have sent messages in the
+            # meantime, so read these before any lease expires.
+            self._lease_timer = self._loop.call_later(
+                _LATE_SECONDS, self._expire_leases
+            )
+            return
         self._lease_timer = None
         try:
             self._carry_out(self._protocol.expire_leases(self._loop.time()))

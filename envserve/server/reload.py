@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -25,6 +25,7 @@ from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs.registry import import_env_modules, offered_names, preload
 from envserve.errors import EnvStartError
+from envserve.server.signals import stop_signals
 from envserve.settings import HostSettings
 
 _LOGGER: Final = logging.getLogger(__name__)
@@ -33,7 +34,6 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: that forks.
 _POLL_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
-_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 #: Main function of a child, which returns an exit code. Its second argument is a
 #: function that sends an object to this process.
 _ChildMain = Callable[[HostSettings, Callable[[Any], None]], int]
@@ -74,7 +74,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         if server.pid is not None and server.exitcode is None:
             os.kill(server.pid, number)
 
-    old_handlers = {number: signal.signal(number, forward) for number in _SIGNALS}
+    old_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
@@ -99,13 +99,25 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
                     host = replace(host, binds=addresses.recv())
             forward(signal.SIGINT, None)
             server.join()
-            if signals == [signal.SIGINT]:  # only the signal sent above
-                signals.clear()
-                server, addresses = _fork(serve, host)
+            with _deferred_signals():  # until `forward` can reach the new server
+                if signals == [signal.SIGINT]:  # only the signal sent above
+                    signals.clear()
+                    server, addresses = _fork(serve, host)
         return server.exitcode
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _deferred_signals() -> Iterator[None]:
+    """Block signals in a context; those that arrive are handled when it ends."""
+    numbers = stop_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
@@ -123,8 +135,9 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
 
 
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
-    for number in _SIGNALS:
+    for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())  # see `_deferred_signals`
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     sys.exit(child_main(host, connection.send))

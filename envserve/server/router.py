@@ -49,12 +49,12 @@ class Router:
                 if socket.has_keys and not user:
                     continue
                 return (socket.number, bytes(frames[0]), user), frames[1:]
-            if socket.receiver.num_discarded > _MAX_DISCARDED:
-                self.sockets.reopen("a message had too many frames", socket.sender)
-                self.discarding_user = None
-                break
             if socket.receiver.is_discarding:
                 self.discarding_user = socket.sender
+                if socket.receiver.num_discarded > _MAX_DISCARDED:
+                    self.sockets.reopen("a message had too many frames", socket.sender)
+                    self.discarding_user = None
+                    break
         return None
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> bool:

@@ -62,10 +62,10 @@ _AFTER_DRAIN_SECONDS: Final = 0.8
 async def serve(
     settings: HostSettings, on_ready: Callable[[tuple[str, ...], int], None]
 ) -> None:
-    """Serve until SIGINT or SIGTERM, or until the task is cancelled.
+    """Serve until a signal arrives (see `ShutdownSignals`), or the task is cancelled.
 
-    After SIGTERM, running episodes may finish first; SIGINT or a second SIGTERM stops
-    the server immediately.
+    After SIGTERM or SIGHUP, running episodes may finish first; SIGINT or a second
+    SIGTERM stops the server immediately.
 
     Args:
       settings: Settings.

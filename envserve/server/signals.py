@@ -8,12 +8,22 @@ from collections.abc import Coroutine
 from typing import Any, Self
 
 
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a server: SIGHUP only unless it is ignored.
+
+    A closed terminal sends SIGHUP; `nohup` starts programs that ignore it.
+    """
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return numbers
+
+
 class ShutdownSignals:
     """Context manager that turns SIGTERM, SIGHUP and SIGINT into events.
 
-    The first SIGTERM requests a drain, and so does SIGHUP, which a closed terminal
-    sends, unless it is ignored (`nohup`). SIGINT or a second SIGTERM requests an
-    immediate stop.
+    The first SIGTERM requests a drain, and so does SIGHUP; SIGINT or a second SIGTERM
+    requests an immediate stop.
 
     Attributes:
       requested: Set by the first signal of any kind.
@@ -28,7 +38,7 @@ class ShutdownSignals:
     def __enter__(self) -> Self:
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
         self._loop.add_signal_handler(signal.SIGINT, self._on_interrupt)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        if signal.SIGHUP in stop_signals():
             self._loop.add_signal_handler(signal.SIGHUP, self.requested.set)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
         return self

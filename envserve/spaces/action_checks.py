@@ -266,8 +266,10 @@ def _to_bounds(
         if mode == "clip":
             return clipped
         if precision.kind == "f":
-            with np.errstate(all="ignore"):  # infinite bounds would cause warnings
-                largest = np.maximum(*np.abs(leaf.bounds)).astype(precision)
+            with np.errstate(all="ignore"):  # very large bounds would cause warnings
+                sizes = np.abs(leaf.bounds)
+                sizes = np.where(np.isfinite(sizes), sizes, 0)
+                largest = sizes.max(axis=0).astype(precision)
                 is_valid |= np.abs(array - clipped) <= 4 * np.spacing(largest)
         if is_valid.all():
             return clipped

@@ -121,7 +121,7 @@ class Building(Body, frozen=True, kw_only=True):
     """The requested envs are still being built (BUILDING).
 
     Attributes:
-      elapsed_ms: Time since the build started.
+      elapsed_ms: Time since the first ATTACH of the session.
     """
 
     elapsed_ms: Milliseconds

@@ -78,7 +78,7 @@ class _Counts(Body, frozen=True, kw_only=True, omit_defaults=True):
       faults: Maps names of statuses to numbers of faults.
       batch_seconds: Durations of the steps of blocks.
       in_flight: Number of rows with an operation in progress.
-      seconds: Time since the start of the server, or since the lease was granted.
+      seconds: Time since the start of the server, or since the lease was requested.
     """
 
     steps: U63 = 0

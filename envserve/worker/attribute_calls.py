@@ -143,15 +143,16 @@ def run_call(
 
 
 def run_call_on_vector_env(
-    request: CallRequest, env: Any, rows: Sequence[int]
+    request: CallRequest, env: Any, rows: Sequence[int], attributes: dict[str, Any]
 ) -> bytes:
     """Run a call once, on the vector env of a block, and encode the reply.
 
     If the returned value is a list or tuple with one item per row of the block, each
-    row gets its item. Otherwise, each row gets the whole value.
+    row gets its item. Otherwise, each row gets the whole value. An attribute that the
+    call sets is added to `attributes`.
     """
     try:
-        value = _apply_to_vector_env(request, env)
+        value = _apply_to_vector_env(request, env, attributes)
     except Exception as error:
         value = error
 
@@ -181,7 +182,9 @@ def _raise_too_large(position: int) -> Any:
     )
 
 
-def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
+def _apply_to_vector_env(
+    request: CallRequest, env: Any, attributes: dict[str, Any]
+) -> Any:
     arguments, keywords = request.arguments_for(-1)
     if request.kind == "set":
         values = [
@@ -193,7 +196,9 @@ def _apply_to_vector_env(request: CallRequest, env: Any) -> Any:
                 "expected the same value for all rows of a vector env; got different "
                 "values"
             )
-        return setattr(env, request.name, arguments[0])
+        setattr(env, request.name, arguments[0])
+        attributes[request.name] = request.arguments_for(-1)[0][0]  # another copy
+        return None
     is_space = request.name in ("action_space", "observation_space")
     value = getattr(env, f"single_{request.name}" if is_space else request.name)
     if request.kind == "call" and (callable(value) or arguments or keywords):

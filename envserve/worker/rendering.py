@@ -127,7 +127,7 @@ class FrameRenderer:
 def render(env: Any) -> Any:
     """Return an env's rendered frame, even if it was built without a render mode."""
     _configure_headless()
-    inner = env.unwrapped
+    inner = getattr(env, "unwrapped", env)  # not all envs derive from gymnasium.Env
     if str(getattr(env, "render_mode", None)).endswith("_list"):
         env = inner  # Gymnasium's wrapper would add this frame to its list
     modes = (getattr(inner, "metadata", None) or {}).get("render_modes", ())

@@ -45,7 +45,9 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
             f"passes one; {_REMEDY}, or use seeded=False"
         )
     if missing:
-        env.reset = partial(_reset_without, missing, name, env.reset)
+        completed = partial(_reset_without, missing, name, env.reset)
+        # The env's own `__setattr__` may reject the attribute.
+        object.__setattr__(env, "reset", completed)
 
 
 def _reset_without(
@@ -57,7 +59,7 @@ def _reset_without(
 ) -> Any:
     """Call `reset` without the arguments that it does not declare."""
     for name in missing:
-        # A wrapper around the env may pass only what the env declares.
+        # A wrapper around the env may pass only the arguments that the env declares.
         if arguments.pop(name, None) not in (None, {}):
             raise TypeError(f"{env_type}.reset() does not accept {name}; {_REMEDY}")
     return reset(*positional, **arguments)

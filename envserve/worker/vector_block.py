@@ -81,6 +81,8 @@ class VectorBlock:
         self._beat = 0
         #: Rows whose next step only resets them, because autoreset is "next_step".
         self._deferred: Array | None = None
+        #: Attributes that clients have set, to be restored in a rebuilt env.
+        self._attributes: dict[str, Any] = {}
 
     @property
     def _seeds(self) -> list[int | None]:
@@ -312,7 +314,7 @@ class VectorBlock:
             seed = next((seed for seed in seeds if seed is not None), None)
         env_options = codec.decode(options) if options else {}
         if not is_full:
-            env_options["reset_mask"] = mask
+            env_options["reset_mask"] = mask.copy()  # the env may change it
         began_at = step_timings.start_time()
         result = self._env.reset(seed=seed, options=env_options or None)
         step_timings.record_resets(self._heartbeat, began_at, int(mask.sum()))
@@ -358,6 +360,8 @@ class VectorBlock:
         self._incarnation += 1
         spec, number = self._spec, self._config.first_env_index + self.rows.start
         check_rebuilt(number, spec, self._make_env(), self._config)
+        for name, value in self._attributes.items():
+            setattr(self._env, name, copy.deepcopy(value))
         is_deferred = in_step and self._config.autoreset == "next_step"
         self._deferred = self._all_mask if is_deferred else None
         if not is_deferred:
@@ -378,7 +382,7 @@ class VectorBlock:
         self._write_heartbeat(1)
         for record in self._records if request.may_change_env else ():
             record.mark_touched()
-        reply = run_call_on_vector_env(request, self._env, self.rows)
+        reply = run_call_on_vector_env(request, self._env, self.rows, self._attributes)
         self._heartbeat[1] = 0
         return reply
 

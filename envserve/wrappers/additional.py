@@ -10,7 +10,12 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils import seeding
-from gymnasium.wrappers import DtypeObservation, RescaleAction, RescaleObservation
+from gymnasium.wrappers import (
+    DtypeObservation,
+    RescaleAction,
+    RescaleObservation,
+    TimeLimit,
+)
 
 from envserve.errors import SpaceError
 
@@ -292,6 +297,8 @@ class StaggerEpisodes(gymnasium.Wrapper[Any, Any, Any, Any]):
         limits = []
         while layer is not layer.unwrapped:
             layer = layer.env
-            if layer.spec and (limit := layer.spec.max_episode_steps):
+            if isinstance(layer, TimeLimit):  # its spec is None if its env has none
+                limits.append(layer._max_episode_steps)
+            elif layer.spec and (limit := layer.spec.max_episode_steps):
                 limits.append(limit)
         return limits

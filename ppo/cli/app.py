@@ -1,8 +1,9 @@
 """The `ppo` program; each command is in the module of the same name.
 
-Exit codes: 0 after success or a first SIGINT, SIGTERM or SIGHUP, 130 after a second
-signal, 1 if a run failed, 2 for invalid input. With `ppo train --restartable`, the exit
-code is 3 if a signal stopped the run or its env servers were lost.
+Exit codes: 0 after success, or if a signal stopped training; 130 after an interrupt at
+any other time, or a second one; 1 if a run failed; 2 for invalid input. With `ppo train
+--restartable`, the exit code is 3 if a signal stopped the run or its env servers were
+lost. "Exit codes" in the docs lists all cases.
 """
 
 from collections.abc import Sequence

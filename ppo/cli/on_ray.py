@@ -6,6 +6,7 @@ learners are restarted from the newest checkpoint.
 
 import contextlib
 import json
+import logging
 import os
 import shlex
 import socket
@@ -84,7 +85,11 @@ def train_on_ray(given: GivenOptions) -> int:
                         f"Gave up after {_MAX_FAILURES} failures: {reason}; to "
                         f"continue the run, use --run-dir {run.quoted_path}"
                     ) from None
-                print(f"Restarting all learners: {reason}", file=sys.stderr, flush=True)
+                text = f"Restarting all learners: {reason}"
+                if values.get("log_format") == "json":
+                    logging.getLogger("ppo").warning(text)
+                else:
+                    print(text, file=sys.stderr, flush=True)
     finally:
         if run_dir is None:
             run.remove_if_unused()

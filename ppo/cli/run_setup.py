@@ -135,7 +135,11 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
         values = json.loads(text or "")
         ((job, addresses),) = values["cluster"].items()
         task, index = values["task"]["type"], values["task"]["index"]
-        is_valid = all(re.fullmatch(r".+:\d+", address) for address in addresses)
+        is_valid = type(index) is int and all(
+            re.fullmatch(r".+:\d+", address)
+            and 0 < int(address.rpartition(":")[2]) < 1 << 16
+            for address in addresses
+        )
         if is_valid and len(set(addresses)) < len(addresses):
             duplicate = next(x for x in addresses if addresses.count(x) > 1)
             raise ConfigError(

@@ -136,7 +136,10 @@ def _train(
                     screen.print(f"seed {seed}: mean return {rounded(mean)}")
                 elif not stop.has_fired():
                     num_failed += 1
-                    reason = _last_output(runs[seed]) or f"exit code {code}"
+                    output = _last_output(runs[seed])
+                    reason = output or f"exit code {code}"
+                    if code < 0:  # for example by the kernel, for lack of memory
+                        reason = f"killed by signal {-code}; last output: {output}"
                     screen.print(f"seed {seed} failed: {reason}", style="red")
             num_done = len(runs) - len(waiting) - len(running) - num_failed
             parts = [f"seed {seed}: {_last_output(runs[seed])}" for seed in running]

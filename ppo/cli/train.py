@@ -113,8 +113,8 @@ def train(
       run_dir: Folder to create for the run; by default, runs/CONFIG-TIME.
       resume: Resume the run in this folder from its newest checkpoint.
       restartable: For supervisors that restart the command: resume the run in
-        --run-dir if it exists, and exit with 3 if SIGINT or SIGTERM stops it. The
-        exit code is 0 when the run is complete.
+        --run-dir if it exists, and exit with 3 if SIGINT, SIGTERM or SIGHUP stops it.
+        The exit code is 0 when the run is complete.
       min_servers: Minimum number of servers that must be ready at the start; others
         can join later. By default, all servers of --connect.
       distribute: Train as one of the learners that the environment variable TF_CONFIG
@@ -160,7 +160,7 @@ def train(
     with (
         nonblocking_output(),
         report_errors(log_format, restartable),
-        resume_hints(3 if restartable else 130, logger) as runs,
+        resume_hints(3 if restartable else 130, logger, index) as runs,
         sigterm_raises(),
         Screen(console(), logger) as screen,
         Monitors(screen, page, metrics_port, metrics_host) as monitors,
@@ -248,6 +248,7 @@ def _join_learners(
 
     Raises:
       ConfigError: Learners of a new run have different settings.
+      LearnerLostError: Another learner did not start in time, or exited.
     """
     screen.phase("starting TensorFlow")
     start_tensorflow(*threads, plan.config)
@@ -259,11 +260,11 @@ def _join_learners(
     screen.phase(f"learner {index}: waiting for {learners.num - 1} other learners")
     learners.connect(timeout_seconds)
     settings = (plan.is_resumed, dataclasses.asdict(plan.config))
-    (is_resumed, first), *others = learners.gather(settings)
+    with learners.guard_collectives():
+        (is_resumed, first), *others = learners.gather(settings)
     for number, (_, other) in enumerate(others, 1):
         names = [name for name in first if first[name] != other.get(name)]
         if names and not is_resumed:
-            learners.wait_for_all()
             raise ConfigError(
                 f"Learner {number}: expected the settings of learner 0, but these "
                 f"differ: {', '.join(names)}; start all learners with the same CONFIG "
@@ -467,13 +468,16 @@ def _finish(screen: Screen, plan: RunPlan, is_filmed: bool, *, can_film: bool) -
 
 @contextlib.contextmanager
 def resume_hints(
-    terminated_code: int = 130, logger: logging.Logger | None = None
+    terminated_code: int = 130,
+    logger: logging.Logger | None = None,
+    learner_index: int = 0,
 ) -> Iterator[list[RunFolder]]:
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
       terminated_code: Exit code after SIGTERM.
       logger: Logger to use instead of stderr.
+      learner_index: Index of the learner; only learner 0 has a run to resume.
 
     Yields:
       A list to which the caller appends the run folder.
@@ -494,6 +498,8 @@ def resume_hints(
             text += _resume_hint(runs[0])
         elif runs and any(runs[0].path.glob("seed-*")):
             text = f"Stopped immediately. {_resume_hint(runs[0])}"
+        elif learner_index:
+            text = f"Learner {learner_index} stopped immediately."
         if logger is None:
             print(text, file=sys.stderr)
         else:

@@ -21,6 +21,7 @@ from envserve.text import counted, rounded
 from ppo.agent.agent import Agent
 from ppo.algorithms.load import make_agent
 from ppo.config.config import Config
+from ppo.config.named_configs import read_table
 from ppo.environments import MakeEnv
 from ppo.errors import EnvsLostError, RunFolderError, RunWriteError
 from ppo.in_graph_batch_env import InGraphBatchEnv
@@ -226,7 +227,8 @@ def evaluate_run(
       run_folder: Contains the checkpoints; `evaluation.json` is written there.
       make_env: Creates the envs, which are closed at the end.
       agent: An agent that has just been trained; `evaluation.json` then also records
-        the run's `total_steps`. By default, the agent is loaded from a checkpoint.
+        the run's `total_steps`, which later evaluations of the same checkpoint keep.
+        By default, the agent is loaded from a checkpoint.
       which: The checkpoint to load; by default, the newest.
 
     Raises:
@@ -238,7 +240,7 @@ def evaluate_run(
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
-    ended = {} if agent is None else {"total_steps": config.total_steps}
+    ended = None if agent is None else {"total_steps": config.total_steps}
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = make_agent(env.observation_space, env.action_space, config)
@@ -252,12 +254,26 @@ def evaluate_run(
             time_limit=config.evaluation_time_limit,
             seed=seed,
         )._replace(steps=counters.steps)
+    if ended is None:
+        ended = _planned_steps(run_folder, counters.steps)
     try:
         run_folder.save_evaluation(evaluation.as_dict() | ended)
     except RunWriteError as error:
         error.add_note(str(evaluation))
         raise
     return evaluation
+
+
+def _planned_steps(run_folder: RunFolder, steps: int) -> dict[str, Any]:
+    """Return `{"total_steps": ...}` if a run that ended after `steps` has saved it.
+
+    With this number, `ppo train --seeds` recognises a run that a callback has ended.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        earlier = read_table(run_folder.path / "evaluation.json")
+        if earlier.get("steps") == steps:
+            return {key: earlier[key] for key in ("total_steps",) if key in earlier}
+    return {}
 
 
 def mode_remark(evaluation: Evaluation, config: Config, run_folder: RunFolder) -> str:

@@ -46,8 +46,8 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
     Merged runs may report at different steps; their values are interpolated linearly.
 
     Args:
-      runs: Run folders, at least one. The folder of several seeds is replaced by
-        their run folders.
+      runs: Run folders, at least one. The folder of several seeds is replaced by the
+        run folders of the seeds that have values of the metric.
       metric: Name of a metric in `metrics.jsonl`.
 
     Returns:
@@ -58,7 +58,7 @@ def read_curves(runs: Sequence[Path], metric: str = "mean_return") -> list[Curve
       BadInputError: A run has no such metric, or the runs of one config have no
         steps in common.
     """
-    groups = _group_runs(runs)
+    groups = _group_runs(runs, metric)
     labels = _labels(groups)
     return [
         _merge(group, label, metric)
@@ -122,14 +122,28 @@ def _literal(text: str) -> str:
     return f" {text}" if text[:1] == "_" else text  # legends leave out labels like _x
 
 
-def _group_runs(runs: Sequence[Path]) -> list[_Group]:
+def _group_runs(runs: Sequence[Path], metric: str) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    paths = [path for run in runs for path in seed_folders(run) or [run]]
+    paths = [path for run in runs for path in _seeds_with(metric, run) or [run]]
     # A run may be given twice, for example together with the folder of its study.
     for path in {os.path.realpath(path): path for path in paths}.values():
         config = RunFolder.read(path)[1].replace(seed=0)
         groups.setdefault(repr(config), _Group(config, [])).paths.append(path)
     return list(groups.values())
+
+
+def _seeds_with(metric: str, study: Path) -> list[Path]:
+    """Return the run folders of the seeds that have values of a metric.
+
+    Seeds of a study that wait or have failed have none. If no seed has values, return
+    all seeds, so that the error names the cause.
+    """
+    found: list[Path] = []
+    for path in (seeds := seed_folders(study)):
+        with contextlib.suppress(BadInputError):
+            _series(path, metric)
+            found.append(path)
+    return found or seeds
 
 
 def _labels(groups: Sequence[_Group]) -> list[str]:

@@ -209,7 +209,7 @@ class RunFolder:
             _write_atomically(self.env_source_path, _as_json(env_source))
 
     def save_config(self, config: Config) -> None:
-        """Replace the saved config, for example when a run is resumed."""
+        """Replace the saved config."""
         with self.writing():
             _write_atomically(self.config_path, _as_json(config))
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.client.absence import Absence
 from envserve.client.row_set import BatchBlocks
 from envserve.errors import EnvserveError, ServerLost
-from envserve.lane import Outcome, mark_harmless
+from envserve.lane import Outcome, mark_harmless, pop_harmless_mark
 from envserve.slab import Status
 from tests.envserve.interrupts import is_return, run_traced
 from tests.simulation.fake_lane import FakeLane, Faults, next_hash
@@ -257,6 +258,15 @@ def test_blocks_get_the_full_waiting_time_after_another_block_is_back() -> None:
     assert absence.padded == second
 
 
+def test_the_next_absence_of_a_block_whose_step_was_discarded_is_a_new_one() -> None:
+    absence = Absence(BatchBlocks.of([FakeLane(2, 2, Faults())]), 0.5)
+    absence.pad({0}, {0}, 0.0)
+    absence.mark_late({0})
+    absence.late_steps.clear()  # it has finished, and its result was discarded
+    absence.pad({0}, {0}, 10.0)
+    assert (absence.padded, absence.next_pad) == (set(), 10.5)
+
+
 class ScriptedLane(FakeLane):
     """A lane with one row per block, whose operations take several calls of `collect`.
 
@@ -368,6 +378,34 @@ def test_an_interrupt_while_steps_are_sent_beside_a_late_one_costs_nothing(
         result = batch.step([3, 3])
         assert result.status.tolist() == expected
         assert result.reward[1] == 3
+
+
+def test_an_interrupt_of_a_reset_is_not_harmless_when_it_is_raised_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lanes, error = [ScriptedLane(1), ScriptedLane(1)], KeyboardInterrupt()
+
+    def interrupt(_: object) -> None:
+        mark_harmless(error)
+        raise error
+
+    with BatchEnv(lanes) as batch:
+        batch.reset()
+        batch.send([1, 1])
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes[0], "collect", mock.Mock(side_effect=error))
+            with pytest.raises(KeyboardInterrupt):
+                batch.recv(2)
+            patch.setattr(lanes[0], "submit_step", interrupt)
+            with pytest.raises(KeyboardInterrupt):  # while the batch recovers
+                batch.recv(2)
+        assert not pop_harmless_mark(error)
+        assert batch.recv(2)[1].lost.all()
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes[0], "submit_reset", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch.reset()
+        assert not pop_harmless_mark(error)
 
 
 def test_a_call_raises_server_lost_instead_of_waiting_for_a_lost_server() -> None:

@@ -284,6 +284,14 @@ def test_rounding_errors_are_clipped(dtype: Any) -> None:
         error_text(box, wrong, 1)
 
 
+def test_rounding_errors_at_the_only_finite_bound_are_clipped() -> None:
+    box = spaces.Box(np.float32(-1), np.float32(inf), (2,))
+    actions = np.array([[np.nextafter(np.float32(-1), np.float32(-2)), 1e9]])
+    (checked,) = check(box, actions.astype(np.float32), 1)
+    np.testing.assert_array_equal(checked, np.array([[-1, 1e9]], np.float32))
+    error_text(box, np.full((1, 2), -1.001, np.float32), 1)
+
+
 def test_rounding_errors_of_nested_actions_are_clipped() -> None:
     space = spaces.Dict({"a": spaces.Box(-0.7, 0.3, (1,), np.float64)})
     (checked,) = check(space, {"a": np.full((3, 1), np.float32(0.3))})

@@ -6,6 +6,7 @@ import inspect
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -131,6 +132,17 @@ def test_the_error_about_an_invalid_address_file_names_the_line(
         resolve(f"file://{path}")
     assert "\n" not in str(raised.value)
     assert probe(f"file://{path}") == (2, str(raised.value))
+
+
+def test_an_error_of_a_signal_handler_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise TimeoutError("raised by a handler of SIGALRM")
+
+    monkeypatch.setattr("envserve.client.link.discovery.open_regular", interrupt)
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        resolve("file:///servers")
 
 
 def test_addresses_are_not_read_from_an_endless_device() -> None:

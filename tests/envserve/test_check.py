@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from envserve.check.probe_client import ServerUnderTest
 from envserve.check.rules import RULES
 from envserve.cli.app import PROGRAM
 from envserve.errors import ConnectError
+from envserve.wire.constants import ErrorCode
 from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
     DEFECTS,
@@ -48,6 +50,17 @@ def test_a_lease_that_is_not_released_does_not_keep_the_others(
     with pytest.raises(ConnectError):
         subject.close_clients()
     assert len(server.pools) == 1
+
+
+def test_an_error_is_in_time_even_long_after_the_last_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server()
+    subject = ServerUnderTest(lambda: MemoryLink(server))  # type: ignore[arg-type, return-value]
+    client = subject.client()
+    clock = mock.Mock(monotonic=lambda: time.monotonic() + 100)
+    monkeypatch.setattr("envserve.check.probe_client.time", clock)
+    client.expect_error(client.message(99), ErrorCode.UNSUPPORTED)
 
 
 def test_each_rule_names_a_section_of_the_document() -> None:

@@ -509,6 +509,7 @@ def test_a_shell_completes_commands_options_and_values() -> None:
     assert complete("envserve", "envserve hea") == ["health"]
     assert complete("envserve", "envserve hea more", COMP_POINT="12") == ["health"]
     assert complete("envserve", "envserve keys ") == ["make", "new"]
+    assert complete("envserve", "") == complete("envserve", "envserve ")
     assert complete("envserve", "envserve --ver") == ["--version"]
     options = ["--worker-env", "--worker-memory-mib", "--worker-processes"]
     options += ["--worker-user", "--workers"]

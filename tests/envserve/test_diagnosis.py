@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -20,6 +22,7 @@ from envserve.client.link import sessionless_requests
 from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.zmq_guards.diagnosis import (
+    Diagnosis,
     Finding,
     connection_error,
     diagnose_connection,
@@ -422,3 +425,30 @@ def test_working_connections_are_not_diagnosed(
     with pytest.raises(ConnectError, match="no server replied within 6 s"):
         lane.finish_start(time.monotonic() + 60.0)
     assert peer.received[0].startswith(b"ENVS")
+
+
+def test_a_process_without_free_descriptors_cannot_diagnose_a_handshake(
+    listen: Listen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = listen(Router, SERVER).address
+    failing = mock.Mock(side_effect=zmq.ZMQError(errno.EMFILE))
+    monkeypatch.setattr(zmq.Context, "socket", failing)
+    found = diagnose_connection(address, KEYS, SLACK_SECONDS)
+    monkeypatch.undo()
+    assert found is Finding.UNKNOWN
+    failing.assert_called()
+
+
+def test_a_diagnosis_is_repeated_if_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    diagnosis = Diagnosis("tcp://127.0.0.1:1", None, SECONDS)
+    failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    assert diagnosis.poll(time.monotonic() + SECONDS) is None
+    failing.assert_called_once()
+    monkeypatch.undo()
+    give_up_at = time.monotonic() + SLACK_SECONDS
+    while diagnosis.poll(time.monotonic()) is None and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert "connection refused" in str(diagnosis.poll(time.monotonic()))

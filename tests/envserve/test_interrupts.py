@@ -107,11 +107,14 @@ def test_an_interrupted_send_or_recv_neither_mixes_nor_loses_rows(
 
 def wait_until_finished(batch: BatchEnv) -> None:
     """Wait until all steps have ended, so that `recv` does not block."""
-    nothing = np.zeros(0)
-    wrong = StepResult._make([*[nothing] * 7, {}])
+    observation = np.zeros((batch.num_envs, 4))
+    numbers = np.zeros(batch.num_envs)
+    observation.flags.writeable = numbers.flags.writeable = False
+    flags = [numbers] * 4
+    out = StepResult._make([observation, *flags, observation, numbers, {}])
     everything = np.arange(batch.num_envs)
-    with pytest.raises(ValueError, match="expected arrays of"):
-        batch.recv(env_indices=everything, out=wrong)
+    with pytest.raises(ValueError, match="read-only"):  # raised once it is written
+        batch.recv(env_indices=everything, out=out)
 
 
 # After an interrupt, the garbage collector may close a new socket.

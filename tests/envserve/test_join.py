@@ -129,6 +129,22 @@ def test_an_invitation_can_only_be_used_to_join(
         assert exchange(connection, hello, SHORT) is None
 
 
+def test_a_clients_file_that_cannot_be_changed_is_logged_without_a_traceback(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    invitation = Invitation.parse(invite(run_at, server))
+    keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
+    message = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
+    with contextlib.closing(Connection(server.address, keys)) as connection:
+        connection.wait(PATIENCE, for_writing=True)
+        (tmp_path / "server" / "clients").write_text("no key\n")
+        reply = exchange(connection, message)
+    assert reply is not None
+    assert reply.type is MessageType.ERROR
+    assert "a client cannot join: " in server.log
+    assert "Traceback" not in server.log
+
+
 def test_a_client_without_an_invitation_cannot_join(
     run_at: RunAt, server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
@@ -74,6 +75,11 @@ def test_an_error_of_a_signal_handler_is_raised(
 
     with pytest.raises(TimeoutError, match="SIGALRM"):
         read_private(Interrupted(tmp_path) / "clients")
+
+    fake_os = SimpleNamespace(stat=interrupt)
+    monkeypatch.setattr("envserve.keys.key_folder.os", fake_os)
+    with pytest.raises(TimeoutError, match="SIGALRM"):
+        folder.keys_for("ipc:///run/envs")
 
 
 def test_reading_creates_no_files(folder: KeyFolder) -> None:

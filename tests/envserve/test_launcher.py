@@ -289,6 +289,20 @@ def test_lack_of_descriptors_is_a_worker_error(
                 launcher.launch()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
+def test_the_template_is_replaced_with_reserved_descriptors(start: Start) -> None:
+    with contextlib.closing(Launcher(num_reserved=16)) as launcher:
+        first = start(launcher).wait_for_start()
+        kill(template_pid(launcher))
+        first.wait_for_end()
+        limit = limit_for_descriptors(os.getpid(), 0)
+        with resource_limit(os.getpid(), resource.RLIMIT_NOFILE, limit):
+            with open(os.devnull), pytest.raises(OSError, match="Too many open files"):
+                os.dup(0)
+            with open(os.devnull):
+                start(launcher).wait_for_start()
+
+
 @contextlib.contextmanager
 def stopped_template(launcher: Launcher) -> Iterator[None]:
     """Stop the template, so that its socket's small buffer fills up."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ STATUS = ServerStatus(
     num_leases=1,
     leases=(LeaseStatus(number=1, user="zoe", client="zoe (x)", absent=(1, 2)),),
 )
+
+
+def test_a_port_whose_thread_cannot_start_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = MetricsPort(0)
+    failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with pytest.raises(RuntimeError, match="can't start"):
+        port.start_serving(mock.Mock())
+    port.server_close()
 
 
 def samples(text: str) -> dict[str, float]:
@@ -207,10 +219,12 @@ def test_a_client_that_sends_byte_by_byte_delays_others_by_only_a_second(
         )
 
 
-def test_a_port_in_use_raises(port: MetricsPort) -> None:
+def test_an_address_that_cannot_be_used_is_an_error(port: MetricsPort) -> None:
     number = int(port.address.split(":")[-1].split("/")[0])
     with pytest.raises(ServerError, match=rf"127.0.0.1:{number}: Address already in"):
         MetricsPort(number)
+    with pytest.raises(ServerError, match=r"ü\.\.b:0: encoding of hostname failed"):
+        MetricsPort(0, "ü..b")
 
 
 def test_the_error_about_missing_packages_names_the_extra(

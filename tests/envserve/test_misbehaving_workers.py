@@ -255,10 +255,9 @@ def test_a_failed_worker_stays_failed_if_the_pool_is_invalidated(
     assert fake_pool.pool.stats() == {"restarts": 0}
 
 
-def test_a_worker_that_is_not_forked_yet_can_be_replaced(
-    fake_pool: PoolOfFakeWorkers, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_is_not_forked_yet_is_replaced_without_waiting(
+    fake_pool: PoolOfFakeWorkers,
 ) -> None:
-    monkeypatch.setattr("envserve.pool.supervisor.KILL_SECONDS", 0.0)
     fake_pool.start_step()
     first = fake_pool.worker
     first.die(1)

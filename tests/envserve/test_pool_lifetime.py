@@ -24,6 +24,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from tests.oracle.probe_envs import MODULE
 
+from .fake_workers import PoolOfFakeWorkers
 from .pool_driver import (
     FAULTY,
     LEDGER,
@@ -251,6 +252,19 @@ def test_pool_can_be_closed_while_it_starts() -> None:
         pool.close()
     assert time.monotonic() - began < 20.0
     assert "closed" in repr(pool)
+
+
+def test_closing_does_not_wait_for_workers_that_are_not_forked_yet() -> None:
+    def attempt() -> float:
+        made = PoolOfFakeWorkers()
+        made.launcher.can_kill = False
+        made.worker.process.pid = None
+        began = time.monotonic()
+        made.pool.close()
+        made.worker.close()
+        return time.monotonic() - began
+
+    assert fastest(attempt, 1.0) < 1.0
 
 
 OWNER = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,13 @@ def test_a_server_exits_when_its_parent_is_killed(
     wait_until(lambda: not any(map(is_running, others)))
 
 
+def test_a_server_stops_gracefully_when_its_terminal_is_closed(
+    folder: Path, serve: Serve
+) -> None:
+    server = serve("--reload", f"{folder / 'my_env.py'}:Same", imports=(), cwd=folder)
+    server.end(signal.SIGHUP)
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -161,3 +169,26 @@ def test_a_server_that_exits_before_it_is_ready_is_restarted_by_a_change(
 
     host = HostSettings(env_names=(f"{source}:Same",))
     assert reload.serve_with_reload(host, serve) == 6
+
+
+def test_a_signal_during_a_restart_ends_the_new_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, start = folder / "my_env.py", ForkProcess.start
+    started: list[ForkProcess] = []
+
+    def send_signal_and_start(process: ForkProcess) -> None:
+        started.append(process)
+        if len(started) == 4:  # a probe and a server, and both again
+            os.kill(os.getpid(), signal.SIGTERM)
+        start(process)
+
+    def serve(*_: object) -> int:
+        if len(started) < 4:
+            save(source, f"{SOURCE}\n")
+        time.sleep(60)
+        return 5
+
+    monkeypatch.setattr(ForkProcess, "start", send_signal_and_start)
+    host = HostSettings(env_names=(f"{source}:Same",))
+    assert reload.serve_with_reload(host, serve) == -signal.SIGTERM

@@ -337,3 +337,7 @@ def test_an_env_that_cannot_render_arrays_keeps_its_render_mode(metadata: Any) -
     env = SimpleNamespace(unwrapped=inner, render=lambda: asked.append(1))
     assert render(env) is None
     assert (asked, inner.render_mode) == ([1], None)
+
+
+def test_an_env_without_attributes_is_rendered() -> None:
+    assert render(SimpleNamespace(render=lambda: GREY)) is GREY

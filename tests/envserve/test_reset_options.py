@@ -156,6 +156,9 @@ class SeedOnlyDuck:
 
     reset = SeedOnlyEnv.reset
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"expected no attribute {name}")
+
 
 @pytest.mark.parametrize(
     "reset", [lambda env, seed: env.reset(seed=seed), lambda env, seed: env.reset(seed)]

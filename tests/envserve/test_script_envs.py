@@ -400,6 +400,21 @@ def test_a_class_or_function_need_not_satisfy_gymnasium_make(env: Any) -> None:
             assert envs.step([0])[3].tolist() == [True]
 
 
+class Minimal:
+    """An env with nothing but what workers need."""
+
+    observation_space = Numbered.observation_space
+    action_space = Numbered.action_space
+    reset, step = Duck.reset, Duck.step
+
+
+@pytest.mark.parametrize("make", [envserve.make, envserve.make_vec])
+def test_an_env_needs_no_metadata_and_render_mode(make: Any) -> None:
+    with contextlib.closing(make(Minimal)) as env:
+        assert env.render_mode is None
+        assert env.reset(seed=np.int64(1))[1]["number"] == 0
+
+
 def test_metadata_may_be_none() -> None:
     def without_metadata() -> Any:
         env: Any = Numbered()
@@ -472,6 +487,8 @@ def test_a_class_may_be_registered_as_a_wrapper_in_this_process_only() -> None:
     with BatchEnv.local("CartPole-v1", 1, 1, wrappers=[Tripled]) as batch:
         batch.reset()
         assert batch.step(np.array([1])).reward[0] == 3.0
+    plain = UserCode().name_wrappers([Tripled], ["tests:my/Walk-v0"])
+    assert plain == [{"name": "Tripled"}]  # because workers import its package
 
 
 def test_arguments_of_an_env_may_be_any_objects() -> None:

@@ -169,6 +169,22 @@ def test_rows_of_a_lost_server_can_be_discarded(
         assert batch.step([2, 2]).valid.all()
 
 
+def test_a_drain_by_another_thread_changes_nothing() -> None:
+    class DrainedLane(FakeLane):
+        def collect(
+            self, timeout_seconds: float, min_finished: int = 1
+        ) -> list[Outcome]:
+            with pytest.raises(LocalProtocolError, match="another thread is using"):
+                other.submit(batch.drain).result()
+            return super().collect(timeout_seconds, min_finished)
+
+    lane = DrainedLane(2, 2, Faults(end=1.0))
+    with ThreadPoolExecutor(1) as other, BatchEnv([lane]) as batch:
+        batch.reset()
+        for _ in range(2):
+            assert batch.step([1, 1]).valid.all()
+
+
 def test_a_slow_env_does_not_delay_other_blocks() -> None:
     slow = {"length": 1, "reset_seconds": 0.4}
     lanes = [local_lane(31, 0, {"length": 1000}, 31), local_lane(1, 31, slow, 1)]
@@ -435,6 +451,14 @@ def test_a_wrong_out_leaves_the_rows_in_flight(make_batch: MakeBatch) -> None:
     with pytest.raises(ValueError, match="requires env_indices"):
         batch.recv(2, out=out)
     assert batch.recv(2)[1].reward.tolist() == [5, 6]
+
+
+def test_a_wrong_out_steps_no_env(make_batch: MakeBatch) -> None:
+    batch = make_batch.and_reset(LEDGER, 2, 2)
+    out = batch.step(np.array([3, 4]))
+    with pytest.raises(ValueError, match=r"shape \[2, 4\]; got \[1, 4\]"):
+        batch.step(np.array([5, 6]), out._replace(final_observation=np.zeros((1, 4))))
+    assert batch.step(np.array([5, 6]), out).observation[:, 2].tolist() == [2, 2]
 
 
 def test_rows_are_selected_by_index(make_batch: MakeBatch) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import FrameType
@@ -63,7 +63,10 @@ class Peer:
             "request": request,
         }
         message = Message(type=kind, body=body, **numbers, **fields)
-        await self._socket.send_multipart(encode(message))
+        await self.send_frames(encode(message))
+
+    async def send_frames(self, frames: Sequence[Buffer]) -> None:
+        await self._socket.send_multipart(frames)
 
     async def receive(self, *kinds: MessageType) -> Message:
         while True:
@@ -86,7 +89,9 @@ class Peer:
 
 @asynccontextmanager
 async def running(
-    folder: Path, launcher: Launcher, kind: type[ServerProtocol] = ServerProtocol
+    folder: Path,
+    launcher: Launcher,
+    kind: Callable[..., ServerProtocol] = ServerProtocol,
 ) -> AsyncIterator[tuple[ServerLoop, Peer]]:
     """Run a ServerLoop in this process, with a connected peer."""
     host = HostSettings(num_workers=2, allowed_kwargs=frozenset({"fault:any"}))
@@ -192,6 +197,50 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(
         await all_received(server_loop)
         # One asyncio turn can read twice: a scheduled read, and one for a new event.
         assert max(protocol.turns.values()) <= 2 * 2
+
+
+class OverdueProtocol(ServerProtocol):
+    """A protocol whose leases are overdue, as after a suspension of the process."""
+
+    def __init__(self, protocols: list[OverdueProtocol], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        protocols.append(self)
+        self.scheduled_at = 0.0
+        self.expired_at: asyncio.Future[float] = asyncio.Future()
+
+    def next_deadline(self) -> float:
+        self.scheduled_at = self.scheduled_at or time.monotonic()
+        return time.monotonic() - 5.0
+
+    def expire_leases(self, now: float) -> list[Decision]:
+        if not self.expired_at.done():
+            self.expired_at.set_result(now)
+        return []
+
+
+async def test_messages_are_read_before_leases_expire_after_a_suspension(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    protocols: list[OverdueProtocol] = []
+    async with running(
+        tmp_path, launcher, lambda *args: OverdueProtocol(protocols, *args)
+    ) as (_, peer):
+        await peer.send(MessageType.ATTACH, 1, ATTACH)
+        async with asyncio.timeout(20):
+            assert await protocols[0].expired_at > protocols[0].scheduled_at + 0.4
+
+
+async def test_a_message_that_is_completely_discarded_closes_no_connections(
+    tmp_path: Path,
+    launcher: Launcher,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running(tmp_path, launcher) as (_, peer):
+        # The server discards a thousand frames at a time, and gives up after 50,000.
+        await peer.send_frames([encode(Message(type=MessageType.PING))[0]] * 50_500)
+        await peer.receive(MessageType.ERROR)
+        assert await peer.free_envs() == 128
+    assert "closed all connections" not in caplog.text
 
 
 async def test_too_many_open_files_end_only_one_session(

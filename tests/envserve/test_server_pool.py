@@ -183,6 +183,23 @@ def test_only_the_last_lane_waits_for_a_poll_and_only_until_its_deadline(
     assert server_pool.polled_at >= since
 
 
+def test_the_garbage_collector_can_close_a_batch_in_the_thread_of_a_poll(
+    server_pool: ServerPool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    wait_until: WaitUntil,
+) -> None:
+    def collect_garbage(*_: object, **__: object) -> module.QueryResult:
+        server_pool.remove(None, time.monotonic() + 120)
+        return module.QueryResult({}, {})
+
+    monkeypatch.setattr(module, "query_servers", collect_garbage)
+    since = time.monotonic()
+    server_pool.is_gone(ADDRESSES[0], since)
+    wait_until(lambda: server_pool.polled_at >= since, 240)
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("has_thread", [True, False])
 def test_a_failed_poll_is_logged_once_and_retried_after_a_pause(
     server_pool: ServerPool,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -155,6 +156,21 @@ def test_the_speed_is_measured_between_two_polls(tmp_path: Path) -> None:
         assert server.steps_per_second is None
         poll_servers(monitored, 20.0)
         assert server.steps_per_second == 1000.0
+
+
+def test_the_speed_is_not_known_after_a_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observer = mock.Mock()
+    observer.return_value.status.side_effect = [
+        replace(STATUS, seconds=5.0, steps=900),
+        replace(STATUS, seconds=6.0, steps=100),
+    ]
+    monkeypatch.setattr("envserve.monitoring.server_monitor.Observer", observer)
+    server = polled()
+    server.poll(1.0)
+    server.poll(1.0)
+    assert server.steps_per_second is None
 
 
 def test_servers_without_status_are_shown_with_the_fields_of_welcome(

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Dict, Discrete, Space
 
 from envserve.client.row_set import BatchBlock, RowSet, RowSetCache
-from envserve.client.step_result import StepResult, gather_result
+from envserve.client.step_result import StepResult, check_out, gather_result
 from envserve.lane import Lane
 from envserve.slab import Rows, Status
 from envserve.spaces.env_spec import EnvSpec
@@ -98,17 +98,23 @@ def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(
     assert (written.final_observation[1] == new.final_observation[1]).all()
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2])
-def test_out_arrays_of_other_shapes_are_rejected(num_lanes: int) -> None:
-    spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
-    row_set = two_rows(spec, num_lanes)
-    out = gather_result(spec, row_set, {})
-    wrong = out._replace(observation=np.zeros((2, 1), np.uint8))
-    with pytest.raises(ValueError, match=r"expected an array of shape \[2, 3\]; got"):
-        gather_result(spec, row_set, {}, wrong)
-    longer = out._replace(status=np.zeros(3, np.uint8))
-    with pytest.raises(ValueError, match=r"expected an array of shape \[2\]; got"):
-        gather_result(spec, row_set, {}, longer)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_out_arrays_of_other_shapes_are_rejected(is_nested: bool) -> None:
+    box: Space[Any] = Box(0, 255, (3,), np.uint8)
+    spec = EnvSpec("Any-v0", Dict(box=box) if is_nested else box, Discrete(2))
+    out = gather_result(spec, two_rows(spec, 1), {})
+    check_out(spec, out, 2)
+    with pytest.raises(ValueError, match="expected arrays of 3 rows; got 2"):
+        check_out(spec, out, 3)
+    one: Any = np.zeros((2, 1), np.uint8)
+    for name in ("observation", "final_observation"):
+        wrong = out._replace(**{name: {"box": one} if is_nested else one})
+        with pytest.raises(ValueError, match=r"shape \[2, 3\]; got \[2, 1\]"):
+            check_out(spec, wrong, 2)
+    for name in ("reward", "terminated", "truncated", "valid", "status"):
+        wrong = out._replace(**{name: np.zeros((2, 1))})
+        with pytest.raises(ValueError, match=r"shape \[2\]; got \[2, 1\]"):
+            check_out(spec, wrong, 2)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists mappings")

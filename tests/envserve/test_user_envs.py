@@ -185,13 +185,27 @@ def test_a_file_provides_its_registered_envs_and_named_classes(walk_file: str) -
     assert (limits, sizes) == ([None, 10, None], [(4,), (4,), (2,)])
 
 
+def test_a_registered_function_keeps_its_limit_and_arguments(walk_file: str) -> None:
+    call = 'register("Walk-v1", make_walk, max_episode_steps=10, kwargs={"size": 5})'
+    Path(walk_file).write_text(f"{WALK}gymnasium.{call}")
+    (name,) = import_env_modules([f"{walk_file}:Walk-v1"])
+    env = make_env(name, {})
+    assert env.spec is not None
+    assert env.spec.max_episode_steps == 10
+    assert env.observation_space.shape == (5,)
+
+
 def test_a_file_provides_its_envs_after_another_file_has_imported_it(
     walk_file: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "first_file.py").write_text("import walk_file")
+    (tmp_path / "walk_package").mkdir()
+    code = 'import gymnasium; gymnasium.register("Far-v0", "walk_package.envs:Far")'
+    (tmp_path / "walk_package" / "__init__.py").write_text(code)
+    (tmp_path / "first_file.py").write_text("import walk_file, walk_package")
     files = [str(tmp_path / "first_file.py"), walk_file]
-    assert offered_names(files) == ("Walk-v0",)
+    assert offered_names(files) == ("Far-v0", "Walk-v0")
     assert import_env_modules([walk_file]) == ("Walk-v0",)
+    assert import_env_modules(["walk_package"]) == ("Far-v0",)
 
 
 def test_a_server_offers_only_the_envs_that_its_operator_names(

@@ -200,6 +200,8 @@ def test_a_fault_is_logged_once_and_its_file_cannot_be_replayed(
     (record,) = caplog.records
     assert "The vector env of envs 0 to 2 (worker 0" in record.getMessage()
     (path,) = tmp_path.glob("*.repro")
+    assert f"the actions of its first row are in {path}" in record.getMessage()
+    assert "envserve replay" not in record.getMessage()
     repro = load_repro(path)
     assert [len(array) for array in repro.played.actions] == [1]
     ending = replay(repro, make_pool.launcher)
@@ -241,7 +243,7 @@ def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None
 
 
 def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
-    batch = faulty(make_batch, "")
+    batch = faulty(make_batch, "raise")
     assert batch.call(3, "render_mode") is None
     if batch.lanes[0].name == "local":
         batch.set_attr("level", [2, 2, 4, 4])
@@ -249,6 +251,8 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         with pytest.raises(CallError, match="the same value for all rows of a"):
             batch.set_attr("level", [1, 2, 4, 4])
         assert batch.call(0, "double", 4) == 8
+        assert not batch.step([3, 0, 0, 0]).valid.all()
+        assert batch.get_attr("level") == [2, 2, 4, 4]
 
 
 def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:
@@ -281,6 +285,7 @@ def test_a_failed_reset_of_some_rows_costs_all_rows_of_a_block_their_episode(
     assert "does not support reset_mask" in str(failed.error)
     (outcome,) = step(pool, 0)
     assert_lost(pool, outcome, "a reset of some rows failed")
+    assert pool.rows.final_observation[0].tolist() == [1, 1, 1]
     for _ in range(2):
         assert not step(pool, 0)[0].faults
     assert pool.rows.observation[0].tolist() == [1, 1, 1]
@@ -354,6 +359,13 @@ class Native(Counts):
         super().__init__(*args, **kwargs)
         self.reset = NativeMethod(self.reset)
 
+class Clearing(Counts):
+    \"\"\"Clears the mask that it gets.\"\"\"
+    def reset(self, *, seed=None, options=None):
+        if not options: return super().reset()
+        options["reset_mask"][:] = False
+        return self.t + 5, {}
+
 class Odd(Counts):
     def reset(self, *, seed=None, options=None):
         return super().reset()[:2 - self.has_final]
@@ -365,6 +377,7 @@ gymnasium.register("Adding-v0", None, vector_entry_point="counts_file:Adding")
 gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
+gymnasium.register("Clearing-v0", None, vector_entry_point="counts_file:Clearing")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
@@ -399,6 +412,13 @@ def test_vector_envs_that_change_their_arguments_do_not_affect_each_other(
         "Adding-v0", 4, 1, num_splits=2, env_kwargs=kwargs, **batched
     ) as batch:
         assert [start.item() for start in batch.get_attr("start")] == [1.0] * 4
+
+
+def test_a_vector_env_may_change_its_mask(batched: dict[str, Any]) -> None:
+    kwargs = {"mode": "Disabled"}
+    with BatchEnv.local("Clearing-v0", 2, 1, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        assert batch.reset([1]).tolist() == [[5.0]]
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(

@@ -337,6 +337,32 @@ def test_action_that_an_env_stores_never_changes(
     assert worker.rows.observation[0].tolist() == [[1, 2], [3, 4]]
 
 
+def test_an_env_may_be_rebuilt_in_a_reset_within_the_timeout_of_resets(
+    start_worker: StartWorker,
+) -> None:
+    workers: list[WorkerThread] = []
+    values = [0.0, np.nan, 0.0]
+    kinds: list[int] = []
+
+    class NanEnv(gymnasium.Env[Any, Any]):
+        observation_space, action_space = spaces.Box(-1, 1, ()), spaces.Discrete(2)
+
+        def __init__(self) -> None:
+            kinds.extend(int(worker.slab.heartbeats[0, 1]) for worker in workers)
+
+        def reset(self, **_: Any) -> Any:
+            return values.pop(0), {}
+
+    gymnasium.register("Nan-v0", lambda **_: NanEnv())
+    try:
+        workers.append(start_worker("Nan-v0", 1).start_and_reset())
+        (fault,) = workers[0].request(MessageKind.RESET)["faults"]
+    finally:
+        del gymnasium.registry["Nan-v0"]
+    assert "to be finite; got nan" in str(fault)
+    assert kinds == [1]
+
+
 # Calls.
 
 

@@ -256,6 +256,11 @@ def test_staggered_episodes_end_within_the_lowest_of_several_limits() -> None:
     assert {lengths(env, seed)[0] for seed in range(50)} == {1, 2, 3, 4}
 
 
+def test_the_limit_of_an_env_without_a_spec_is_known() -> None:
+    env = wrapped(gymnasium.wrappers.TimeLimit(Walk(30), 4), "StaggerEpisodes")
+    assert {lengths(env, seed)[0] for seed in range(50)} == {1, 2, 3, 4}
+
+
 # RangeNormalize.
 
 

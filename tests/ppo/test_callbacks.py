@@ -113,6 +113,21 @@ def test_callback_may_have_nothing_but_before_update() -> None:
     assert a_run.rollout.reward.tolist() == [[2.0]]
 
 
+def test_an_exception_is_reported_even_if_its_text_or_its_file_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "class Bad(Exception):\n    __str__ = None\n"
+        "class Callback:\n"
+        "    def __call__(self, run, metrics, rollout):\n        raise Bad\n"
+    )
+    callbacks = Callbacks([f"{file}:Callback"])
+    file.write_text("edited = (")  # during the run
+    with pytest.raises(CallbackError, match=r"mine\.py:5: Bad: <exception str\(\) "):
+        callbacks(fake_run(), {})
+
+
 def test_metrics_of_callbacks_are_in_the_order_in_which_they_are_returned() -> None:
     callbacks = Callbacks([f"{FILE}:returns_letters"])
     assert "".join(callbacks(fake_run(), {"b": 0.0})) == "zyxwvuac"

@@ -299,7 +299,11 @@ def test_a_run_is_resumed_with_its_own_algorithm_only(tmp_path: Path) -> None:
     code, _, error = ppo("train", "--resume", tmp_path, "--set", "algorithm=sac")
     assert (code, error.count("\n")) == (2, 1)
     assert "expected ppo, the algorithm of the run, found sac; start a new" in error
-    config = Config(env_name="CartPole-v1", algorithm="/old/my.py:Mine", speed=3)
+    config = Config(
+        env_name="CartPole-v1",
+        algorithm="/old/my.py:Mine",
+        algorithm_settings={"speed": 3},
+    )
     run.save_config(config)
     moved = plan_resumed_run(
         tmp_path, None, ["algorithm=/new/my.py:Mine"], SourceOptions()
@@ -369,6 +373,9 @@ def test_json_logs_include_errors_and_hints(
     with pytest.raises(SystemExit, match="130"), resume_hints(logger=logger):
         raise KeyboardInterrupt
     logger.warning.assert_called_once()
+    with pytest.raises(SystemExit, match="130"), resume_hints(130, logger, 1):
+        raise KeyboardInterrupt
+    assert logger.warning.call_args.args == ("Learner 1 stopped immediately.",)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "export", "visualize"])

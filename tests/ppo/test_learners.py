@@ -1,6 +1,7 @@
 """Several learners that train one policy, locally and on Ray."""
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from envserve.text import install_command
 from ppo.algorithms.ppo.ppo import PPO
@@ -205,6 +207,8 @@ def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
         '{"cluster": {"ps": ["a:1"]}, "task": {"type": "ps", "index": 0}}',
         '{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}',
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}',
+        '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0.0}}',
+        '{"cluster": {"worker": ["a:65536"]}, "task": {"type": "worker", "index": 0}}',
     ],
 )
 def test_invalid_tf_config_is_a_one_line_error(
@@ -322,6 +326,11 @@ def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
     ppo(*sys.argv[1:])
     assert learner_arguments[3][:3] == [*words[:2], "own"]
     assert restart_commands[3] == sys.argv  # which already names the folder
+    monkeypatch.setattr(logging.root, "handlers", [])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    _, _, errors = ppo(*sys.argv[1:], "--log-format", "json")
+    texts = [json.loads(line)["message"] for line in errors.splitlines()]
+    assert texts[:2] == 2 * ["Restarting all learners: exit code 9"]
 
 
 def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
@@ -335,6 +344,22 @@ def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
             in text
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_the_loss_of_a_learner_that_has_just_connected_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def exit_of_learner_0(*_: Any) -> None:
+        raise tf.errors.UnavailableError(
+            None, None, "Collective ops is aborted by: /job:worker/task:0 has exited"
+        )
+
+    monkeypatch.setenv("TF_CONFIG", cluster.tf_configs()[1])
+    monkeypatch.setattr(Learners, "connect", lambda *_: None)
+    monkeypatch.setattr(Learners, "gather", exit_of_learner_0)
+    code, _, errors = ppo(*COMMON, "CartPole-v1", *SET_OPTIONS)
+    assert code == 1
+    assert "Error: Learner 1: learner 0 exited or became unreachable" in errors
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])

@@ -53,6 +53,15 @@ def test_the_folder_of_several_seeds_is_plotted_like_its_runs(tmp_path: Path) ->
     for given in ([folder], runs, [folder, *runs]):
         (curve,) = read_curves(given)
         assert (curve.num_runs, curve.mean.tolist()) == (2, [0.5])
+    # Seeds that have not reported the metric yet are left out.
+    run(folder / "seed-2", [(10, None)], seed=2)
+    RunFolder.create(folder / "seed-3", CONFIG.replace(seed=3))
+    (curve,) = read_curves([folder])
+    assert (curve.num_runs, curve.mean.tolist()) == (2, [0.5])
+    with pytest.raises(RunFolderError, match=r"seed-3.*cannot read the metrics"):
+        read_curves([folder / "seed-3"])
+    with pytest.raises(BadInputError, match="seed-0: the run has no metric 'return'"):
+        read_curves([folder], "return")
 
 
 def test_a_single_value_is_visible(tmp_path: Path) -> None:

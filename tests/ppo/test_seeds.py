@@ -112,6 +112,16 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert [each["total_steps"] for each in values] == [128, 128, 128]
 
 
+def test_a_killed_seed_is_reported_with_its_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = "print('at step 9', flush=True)\nos.kill(os.getpid(), 9)"
+    run_instead(monkeypatch, RUN + killed)
+    code, output, _ = ppo(*study(tmp_path / "study"))
+    assert code == 1
+    assert "seed 7 failed: killed by signal 9; last output: at step 9\n" in output
+
+
 def test_the_other_seeds_finish_if_the_folder_of_one_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

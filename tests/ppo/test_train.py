@@ -23,6 +23,7 @@ from ppo.errors import (
     EnvDataError,
     EnvsLostError,
     LearnerLostError,
+    RunFolderError,
     RunLockedError,
     RunWriteError,
     TrainingStopped,
@@ -167,6 +168,21 @@ def test_finished_run_continues_only_with_more_steps_and_equal_networks(
     longer = SMALL.replace(total_steps=80)
     assert run(tmp_path / "run", longer, resume=True).steps == 80
     assert RunFolder.open(tmp_path / "run")[1] == longer
+
+
+def test_a_run_with_checkpoints_is_not_started_again(tmp_path: Path) -> None:
+    run(tmp_path / "run")
+    run_folder, maker = RunFolder(tmp_path / "run"), Maker()
+    with pytest.raises(RunFolderError, match="pass resume=True"):
+        train(SMALL, run_folder, maker)
+    assert maker.made == []
+
+
+@eagerly()
+def test_the_folder_contains_the_config_of_the_run(tmp_path: Path) -> None:
+    run_folder = RunFolder.create(tmp_path / "run", SMALL.replace(total_steps=640))
+    train(SMALL, run_folder, Maker())
+    assert RunFolder.open(tmp_path / "run")[1] == SMALL
 
 
 def test_run_without_a_complete_iteration_starts_again_when_resumed(
@@ -430,17 +446,19 @@ def test_newest_checkpoint_is_evaluated_on_separate_envs(tmp_path: Path) -> None
     maker = Maker()
     run(tmp_path / "run", maker=maker)
     run_folder, config = RunFolder.open(tmp_path / "run")
+    (run_folder.path / "evaluation.json").write_text('{"steps": 64, "total_steps": 99}')
     evaluation = evaluate_run(config, run_folder, maker)
     assert evaluation.returns.tolist() == [3.0, 3.0, 3.0]
     assert maker.made[1].is_closed
     assert maker.seeds[0] != maker.seeds[1]
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    assert saved["steps"] == 64
+    assert (saved["steps"], saved["total_steps"]) == (64, 99)
     assert saved["episodes"] == 3
     assert saved["mean_return"] == 3.0
     evaluate_run(config, run_folder, maker, which=32)
     saved = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert saved["steps"] == 32
+    assert "total_steps" not in saved
     # The evaluation cannot be written if a folder has the name of its partial file.
     (tmp_path / "run" / "evaluation.json.partial").mkdir()
     with pytest.raises(RunWriteError) as caught:

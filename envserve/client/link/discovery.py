@@ -64,6 +64,8 @@ def _from_file(source: str, path: str) -> tuple[str, ...]:
         with open_regular(Path(path), _MAX_FILE_BYTES) as file:
             lines = file.read().decode().splitlines()
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError):
+            raise_if_from_handler(error)
         text = f"{source!r:.200}: expected a file with one address per line; {error}"
         raise AddressError(text) from None
     texts = [line.partition("#")[0].strip() for line in lines]

@@ -147,8 +147,12 @@ class ServerPool:
         """Remove a lane; after the last one, wait for a poll until `deadline`."""
         with self._lock:
             self.placement.remove(lane)
-        if self._thread is not None and not self.placement.locations:
-            self._thread.join(max(0.0, deadline - time.monotonic()))
+        thread = self._thread
+        if thread is None or self.placement.locations:
+            return
+        # The garbage collector may close an unused batch in the thread of a poll.
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, is_full: bool) -> None:
         began = time.monotonic()

@@ -125,7 +125,12 @@ def _diagnose_ip(address: str, keys: CurveKeys | None, deadline: float) -> Findi
         return Finding.OK if keys is None else Finding.USES_NO_KEYS
     if mechanism != b"CURVE":
         return Finding.NOT_ZEROMQ
-    return Finding.NEEDS_KEYS if keys is None else _shake_hands(address, keys, deadline)
+    if keys is None:
+        return Finding.NEEDS_KEYS
+    try:
+        return _shake_hands(address, keys, deadline)
+    except zmq.ZMQError:  # this process has no free descriptors
+        return Finding.UNKNOWN
 
 
 def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
@@ -191,18 +196,20 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
     # `zmq.utils.monitor` imports asyncio, so import it only when it is needed.
     from zmq.utils.monitor import recv_monitor_message
 
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    use_keys(dealer, *keys)
-    dealer.setsockopt(zmq.IPV6, "[" in address)
-    monitor = dealer.get_monitor_socket(
-        zmq.EVENT_HANDSHAKE_SUCCEEDED
-        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    )
-    failures = 0
-    try:
+    with contextlib.ExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        dealer = context.socket(zmq.DEALER)
+        use_keys(dealer, *keys)
+        dealer.setsockopt(zmq.IPV6, "[" in address)
+        monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        stack.callback(dealer.disable_monitor)
+        failures = 0
         dealer.connect(address)
         while monitor.poll(max(0, int(1000 * (deadline - time.monotonic())))):
             message = recv_monitor_message(monitor)
@@ -218,9 +225,6 @@ def _shake_hands(address: str, keys: CurveKeys, deadline: float) -> Finding:
             if is_broken or failures == _MIN_FAILURES:
                 return Finding.OTHER_SERVER
         return Finding.UNKNOWN
-    finally:
-        dealer.disable_monitor()
-        context.destroy(linger=0)
 
 
 def connection_error(
@@ -357,7 +361,8 @@ class Diagnosis:
             self._next_at = now + DELAY_SECONDS
             name = f"diagnosis of {self._target[0]}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
+            with contextlib.suppress(RuntimeError):  # no thread can be started now
+                self._thread.start()
         return self._error
 
     def _run(self) -> None:
