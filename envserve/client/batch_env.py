@@ -330,9 +330,10 @@ class BatchEnv:
           num_servers: Number of servers to spread the envs over; by default, all
             servers whose address is known now. Servers that are found later can replace
             lost ones.
-          min_servers: Number of servers that must be ready before `connect` returns; by
-            default, all servers whose address is known now. The rows of the other
-            servers are padding until these servers are ready.
+          min_servers: Number of servers that must be able to create the envs; by
+            default, all servers whose address is known now. `connect` waits until the
+            other servers are ready, too, or have failed. The rows of those that have
+            failed are padding until a server is ready.
           insecure: Whether to use TCP without keys; only on a network that you trust.
           max_row_mib: Maximum memory in MiB for the rows of one server. The limit
             protects the client, because the server determines the size of the rows.
@@ -401,7 +402,8 @@ class BatchEnv:
     ) -> Any:
         """Reset envs and return their first observations.
 
-        The infos are stored in `reset_infos`.
+        The infos are stored in `reset_infos`. Rows that wait for a server (see
+        `on_server_lost` and `min_servers`) keep their last observation.
 
         Args:
           env_indices: Rows to reset; None for all.
@@ -654,7 +656,8 @@ class BatchEnv:
 
         Raises:
           EnvTimeout: Too few rows have finished in time; a later call returns them.
-          EnvError: See `step`; only the block of the failed env was received.
+          EnvError: See `step`; only the block of the failed env was received. Reset its
+            rows before you send them again.
           LocalProtocolError: Fewer rows are in flight than requested.
           ServerError: A server was lost, together with its rows.
           ValueError: `out` has wrong shapes; the rows stay in flight.

@@ -210,7 +210,8 @@ def start_remote(
             timeouts,
             insecure=insecure,
             context=context,
-            server_pool=servers if servers.has_alternatives else None,
+            # Several lanes may share the only server.
+            server_pool=servers if servers.has_alternatives or count > 1 else None,
             like=like,
         )
 

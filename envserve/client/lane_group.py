@@ -214,6 +214,12 @@ class LaneGroup:
         resets = _resets_of(self.blocks, env_indices, seeds, options)
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
+        if self.queue.give_up_error() is None:
+            # Do not wait for servers that may never be back: the late step of a lost
+            # block resets its envs, and reports the end of their episodes.
+            for position in self.absence.late_steps & self.queue.absent():
+                if self.blocks[position].lane.give_up_error is not None:
+                    resets.pop(position, None)
         self.start_call(resets)
         return resets.keys()
 

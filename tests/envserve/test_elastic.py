@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import re
 import signal
 import socket
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
-from envserve.client.link import server_pool
+from envserve.client.link import placement, server_pool
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import (
@@ -543,6 +544,7 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
         batch.reset()
         result = batch.step(np.zeros(8, np.int64))
         assert result.status[4:].tolist() == [Status.PENDING] * 4
+        batch.reset()
         with pytest.raises(ServerLost, match="no server is available for these rows"):
             batch.get_attr("spec")
         added = source.lend(4)
@@ -550,6 +552,18 @@ def test_envs_can_be_spread_over_servers_that_have_no_address_yet(
             pass
         assert batch.lanes[1].name == added.address
         assert batch.reset().shape == (8, 4)
+
+
+def test_the_only_server_gets_the_rows_of_servers_that_will_never_exist(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "SHARE_SECONDS", 0.0)
+    addresses = [source.lend(8).address]
+    options: dict[str, Any] = {"num_servers": 2, "padding_after": math.inf}
+    with BatchEnv.connect(LEDGER, addresses, 8, seed=5, **options) as batch:
+        batch.reset()
+        result = batch.step(np.zeros(8, np.int64))
+    assert result.status.tolist() == [Status.OK] * 4 + [Status.SERVER_LOST] * 4
 
 
 def test_too_few_servers_are_an_error(source: Source) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from envserve.client import BatchEnv, StepResult
-from envserve.errors import ServerLost
+from envserve.errors import ConnectError, ServerLost
 from envserve.slab import Status
 from tests.envserve.conftest import Serve
 from tests.envserve.server_process import LEDGER
@@ -142,3 +142,21 @@ def test_a_timeout_that_is_not_positive_is_an_error_before_connecting(
 ) -> None:
     with pytest.raises(ValueError, match=f"{name}: expected a positive number; got"):
         BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, **{name: value})
+
+
+#: On a busy machine, the connection may be diagnosed before the timeout is noticed.
+REASONS = "nowhere: (no server replied|connection refused)"
+
+
+def test_a_batch_may_start_without_time_limit() -> None:
+    with pytest.raises(ConnectError, match=REASONS):
+        connect_to_nobody(start_timeout=math.inf, connect_timeout=0.1)
+
+
+def test_a_server_that_has_not_replied_at_the_start_timeout_is_not_building() -> None:
+    with pytest.raises(ConnectError, match=REASONS):
+        connect_to_nobody(start_timeout=0.1)
+
+
+def connect_to_nobody(**timeouts: Any) -> None:
+    BatchEnv.connect(LEDGER, ["ipc:///nowhere"], 1, insecure=True, **timeouts)

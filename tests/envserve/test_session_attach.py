@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from envserve.errors import (
     WrapperError,
 )
 from envserve.session.client.attachment import attach_of
+from envserve.session.client.liveness import Timeouts
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings
 from envserve.spaces import codec
@@ -59,6 +61,11 @@ def test_a_granted_client_has_the_spaces_and_blocks_of_the_pool() -> None:
     assert not SPEC.differences(client.client_blocks.spec)
     assert client.blocks == server.pools["", 11].blocks
     assert client.rows.reward.shape == (8,)
+
+
+def test_the_memory_limit_of_a_client_may_be_infinite() -> None:
+    client = attach(FakeServer(), timeouts=Timeouts(max_row_mib=math.inf))  # type: ignore[arg-type]
+    assert client.state is ClientState.READY
 
 
 def test_the_limit_of_envs_may_be_too_high_to_matter() -> None:

@@ -34,6 +34,7 @@ from tests.envserve.session_fakes import (
     collect,
     exchange,
     finish,
+    make_client,
     make_pair,
     pass_time,
     state_of,
@@ -347,6 +348,37 @@ def test_an_earlier_loss_without_operations_in_flight_does_not_count() -> None:
     third = FakeServer(boot=3)
     client.record_connect(now)
     check_lost(client, step_all(client, third, now), last=3)
+
+
+def test_time_in_which_the_client_was_suspended_does_not_count_after_a_loss() -> None:
+    client, restarted = attach_and_restart()
+    client.submit_step([0, 1], 1.0)
+
+    def is_not_hello(frames: list[Buffer]) -> bool:
+        return decode(frames).type is not MessageType.HELLO
+
+    advance_to(client, 3.0)
+    exchange(client, restarted, 3.0, filter_request=is_not_hello)
+    assert state_of(client) is ClientState.HELLO_SENT
+    client.advance(300.0)
+    check_lost(client, finish(client, restarted, 300.0), last=3)
+
+
+def test_the_first_lease_of_rows_that_waited_for_a_server_may_be_lost_at_once() -> None:
+    """The time without a server does not count as a loss."""
+    server = FakeServer()
+    attach(server)
+    client = make_client(session=12)
+    client.attachment.start_vacant(server.pools["", 11], 0.0)
+    client.submit_step([0, 1], 0.0)
+    client.attachment.move_to("tcp://fake:2", 300.0)
+    for boot, now in ((2, 300.0), (3, 301.0)):
+        server = FakeServer(boot=boot)
+        client.record_connect(now)
+        exchange(client, server, now)
+    outcomes = finish(client, server, 302.0)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert client.rows.status.tolist() == [Status.SERVER_LOST] * 4
 
 
 # Closing.

@@ -22,7 +22,7 @@ from envserve.client import BatchEnv
 from envserve.client.batch_env import ResetFirst
 from envserve.client.make_vec import make_batch
 from envserve.errors import ActionError, CallError, EnvError
-from envserve.sb3 import make_vec_env
+from envserve.sb3 import BatchVecEnv, make_vec_env
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
 from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
@@ -88,6 +88,14 @@ def test_seeds_reach_the_envs_once(masked: Any) -> None:
     assert [info["seed"] for info in masked.reset_infos] == [5, 6, 7]
     masked.reset()
     assert [info["seed"] for info in masked.reset_infos] == [-1, -1, -1]
+
+
+def test_the_first_reset_uses_the_seed_of_a_batch() -> None:
+    fixed = {"autoreset": "same_step", "import_modules": [MODULE]}
+    envs = BatchVecEnv(make_batch(ENV_NAME, 2, None, fixed, seed=5))
+    envs.reset()
+    assert all(info["seed"] >= 0 for info in envs.reset_infos)
+    envs.close()
 
 
 def test_methods_and_attributes_of_selected_envs(masked: Any) -> None:

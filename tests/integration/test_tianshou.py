@@ -82,6 +82,13 @@ def test_attributes_images_and_seeds_are_returned(where: dict[str, Any]) -> None
     assert envs.is_closed
 
 
+def test_the_first_reset_uses_the_seed_of_the_batch(where: dict[str, Any]) -> None:
+    envs = make_vector_env(ENV_NAME, 2, seed=5, **where)
+    assert all(info["seed"] >= 0 for info in envs.reset()[1])
+    assert [info["seed"] for info in envs.reset()[1]] == [-1, -1]
+    envs.close()
+
+
 def test_dict_observations_are_supported(tmp_path: Path) -> None:
     module = tmp_path / "walk.py"
     module.write_text(WALK)

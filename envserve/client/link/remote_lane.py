@@ -40,6 +40,7 @@ from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.errors import (
+    ConnectError,
     EnvserveError,
     EnvStartError,
     LocalProtocolError,
@@ -177,13 +178,21 @@ class RemoteLane:
             speaks a different protocol version.
           UnknownEnv: The server does not offer the env.
         """
-        has_started = self._has_started.wait(max(0.0, deadline - time.monotonic()))
+        seconds = min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)
+        has_started = self._has_started.wait(seconds)
         if has_started and self._session.error is None:
             return
+        attachment, error = self._session.attachment, self._session.error
+        has_reply = self._session.state not in _STARTING[:2]
         self.close()
-        raise self._session.error or EnvStartError(
+        if error is None and not has_reply:
+            error = attachment.connect_error or ConnectError(
+                f"{self.name}: no server replied before start_timeout"
+                f"{attachment.tried_text}; check that it is running and can be reached"
+            )
+        raise error or EnvStartError(
             f"{self.name}: the server is still building {self.num_envs} "
-            f"{self._session.attachment.attach.env_name} envs; increase start_timeout"
+            f"{attachment.attach.env_name} envs; increase start_timeout"
         )
 
     @property

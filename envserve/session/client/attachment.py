@@ -196,6 +196,8 @@ class Attachment:
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
         """Change to READY, and send the requests that are in flight."""
+        if blocks.is_vacant and self.lost_lease is not None:
+            self.lost_lease.lost_at = now  # no lease was lost before the first one
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
@@ -231,7 +233,7 @@ class Attachment:
                 f"it with a larger --max-message-mib"
             )
         needed, limit = rows_nbytes(granted.spec, num_envs), self._timeouts.max_row_mib
-        if needed > limit << 20:
+        if needed > limit * (1 << 20):  # the limit may be infinite
             raise RemoteProtocolError(
                 f"the rows of {num_envs} envs need {needed >> 20} MiB, but max_row_mib "
                 f"is {limit}; raise max_row_mib if you expect such large envs"

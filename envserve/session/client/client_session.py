@@ -291,6 +291,8 @@ class ClientSession:
         liveness, client_blocks = self.requests.liveness, self.attachment.client_blocks
         if client_blocks is not None and (seconds := liveness.detect_suspension(now)):
             self.requests.exclude_suspension(seconds)
+            if (loss := self.attachment.lost_lease) is not None:
+                loss.lost_at = min(loss.lost_at + seconds, now)
             client_blocks.absent_is_stale = True
         self.attachment.retry(now)
         has_resent = self.requests.resend_due(now)
