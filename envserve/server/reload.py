@@ -137,9 +137,8 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, stop_signals()
-    )  # see `_deferred_signals`
+    # See `_deferred_signals`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
     sys.exit(child_main(host, connection.send))

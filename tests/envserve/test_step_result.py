@@ -108,11 +108,12 @@ def test_out_arrays_of_other_shapes_are_rejected(is_nested: bool) -> None:
         check_out(spec, out, 3)
     one: Any = np.zeros((2, 1), np.uint8)
     for name in ("observation", "final_observation"):
-        wrong = out._replace(**{name: {"box": one} if is_nested else one})
+        value: Any = {"box": one} if is_nested else one
+        wrong = StepResult(**out._asdict() | {name: value})
         with pytest.raises(ValueError, match=r"shape \[2, 3\]; got \[2, 1\]"):
             check_out(spec, wrong, 2)
     for name in ("reward", "terminated", "truncated", "valid", "status"):
-        wrong = out._replace(**{name: np.zeros((2, 1))})
+        wrong = StepResult(**out._asdict() | {name: np.zeros((2, 1))})
         with pytest.raises(ValueError, match=r"shape \[2\]; got \[2, 1\]"):
             check_out(spec, wrong, 2)
 
