@@ -220,7 +220,7 @@ class LaneGroup:
             for position in self.absence.late_steps & self.queue.absent():
                 if self.blocks[position].lane.give_up_error is not None:
                     resets.pop(position, None)
-        self.start_call(resets)
+        self.start(resets)
         return resets.keys()
 
     def finish_reset(
@@ -246,7 +246,7 @@ class LaneGroup:
             for row, info in outcome.infos.items()
         }
 
-    def start_call(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
+    def start(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
         """Start resets or attribute accesses, once their blocks are idle.
 
         Args:
