@@ -29,8 +29,8 @@ from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolE
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
-#: Maximum duration of one wait for a lane, in seconds. Its `give_up_error` is raised
-#: with at most this delay.
+#: Maximum duration of one wait for a lane, in seconds. A lane's `give_up_error` is
+#: raised with at most this delay.
 _COLLECT_SECONDS: Final = 1.0
 
 
@@ -161,7 +161,7 @@ class LaneGroup:
                 waiting -= ready
             elif has_collected or absence.padded.isdisjoint(ready):
                 return ready
-            else:  # padding is enough, but lanes progress only in `collect`
+            else:  # poll once: lanes read results and restart workers in `collect`
                 timeout = 0.0
             min_finished = len(waiting) if num_rows is None else 1
             self.queue.collect(max(0.0, timeout), waiting, min_finished)
@@ -215,7 +215,7 @@ class LaneGroup:
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
         if self.queue.give_up_error() is None:
-            # Do not wait for servers that may never be back: the late step of a lost
+            # Do not wait for servers that may be lost for good: the late step of a lost
             # block resets its envs, and reports the end of their episodes.
             for position in self.absence.late_steps & self.queue.absent():
                 if self.blocks[position].lane.give_up_error is not None:
@@ -285,7 +285,8 @@ class LaneGroup:
                     self._take_outcomes(remaining)
                 raise self.blocks[min(group)].located(error) from None
             except BaseException as error:
-                pop_harmless_mark(error)  # other lanes have not started the operation
+                # Not harmless for the batch: other lanes have not started yet.
+                pop_harmless_mark(error)
                 raise
             remaining.difference_update(group)
         self.queue.is_updating = False
@@ -363,7 +364,8 @@ class LaneGroup:
             try:
                 block.lane.submit_step((block.lane_block,))
             except BaseException as error:
-                pop_harmless_mark(error)  # other blocks have not been submitted
+                # Not harmless for the batch: other blocks are not submitted yet.
+                pop_harmless_mark(error)
                 raise
         self.queue.is_updating = False
 
