@@ -190,7 +190,7 @@ def test_a_vector_env_is_called_once_even_if_its_results_are_too_large() -> None
             called.append(size)
             return bytes(size)
 
-    reply = run_call_on_vector_env(task, Env(), range(3))
+    reply = run_call_on_vector_env(task, Env(), range(3), {})
     fault, _ = decode_results(reply, block).faults
     assert "expected at most 4 MiB" in fault.text
     assert (fault.env_index, called) == (1, [5 << 20])

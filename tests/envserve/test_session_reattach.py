@@ -369,7 +369,8 @@ def test_the_first_lease_of_rows_that_waited_for_a_server_may_be_lost_at_once() 
     server = FakeServer()
     attach(server)
     client = make_client(session=12)
-    client.attachment.start_vacant(server.pools["", 11], 0.0)
+    like: Any = server.pools["", 11]
+    client.attachment.start_vacant(like, 0.0)
     client.submit_step([0, 1], 0.0)
     client.attachment.move_to("tcp://fake:2", 300.0)
     for boot, now in ((2, 300.0), (3, 301.0)):
