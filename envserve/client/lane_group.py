@@ -215,13 +215,37 @@ class LaneGroup:
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
         if self.queue.give_up_error() is None:
-            # Do not wait for servers that may never be back: the late step of a lost
-            # block resets its envs, and reports the end of their episodes.
-            for position in self.absence.late_steps & self.queue.absent():
-                if self.blocks[position].lane.give_up_error is not None:
-                    resets.pop(position, None)
+            lost = {
+                position
+                for position in resets.keys() - self.in_flight
+                if self.blocks[position].lane.give_up_error is not None
+            }
+            if lost:
+                self._start_late_steps(lost)
+            for position in lost:
+                del resets[position]
         self.start_call(resets)
         return resets.keys()
+
+    def _start_late_steps(self, lost: Set[int]) -> None:
+        """Start late steps of lost blocks that have none, instead of resetting them.
+
+        A reset would wait for a server that may never be back. The first step of a lost
+        block resets its envs, and reports the end of their episodes.
+        """
+        self.queue.is_updating = True
+        for position in lost - self.absence.late_steps:
+            block = self.blocks[position]
+            try:
+                block.lane.submit_step((block.lane_block,))
+            except BaseException as error:
+                pop_harmless_mark(error)  # other blocks have not been submitted
+                raise
+            self.absence.late_steps.add(position)
+        self.queue.is_updating = False
+        # The lane writes the last observation of a block that has become absent.
+        if waiting := lost - self.queue.outcomes.keys():
+            self.queue.collect(0.0, waiting, len(waiting))
 
     def finish_reset(
         self, positions: Set[int], deadline: float
