@@ -223,7 +223,7 @@ class WorkerSet:
         """Wait until all workers have ended or the timeout expires; free resources.
 
         Do not wait for processes without an id. Their fork may take long, because the
-        template is importing modules, and they exit because their channel is closed.
+        template is importing modules. The template kills them once they are forked.
         """
         deadline = self._clock() + timeout_seconds
         while any(self.pids) and (now := self._clock()) < deadline:
@@ -235,7 +235,9 @@ class WorkerSet:
                 pass
         for worker in self.all:
             if worker.process is not None:
-                if worker.process.pid is not None:
+                if worker.process.pid is None:
+                    worker.process.kill("was closed", self._clock())
+                else:
                     _LOGGER.error("%r cannot be killed", worker)
                 worker.abandon()
         if self._owns_launcher:
