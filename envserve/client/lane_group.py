@@ -275,12 +275,19 @@ class LaneGroup:
 
         Args:
           operations: Maps block positions to operations of the same kind.
+
+        Raises:
+          ServerLost: A lane of these blocks has given up; nothing was started.
         """
         positions: Set[int] = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.late_steps)
+        for position in positions:
+            # Once started, the operation would also block the next steps.
+            if (error := self.blocks[position].lane.give_up_error) is not None:
+                raise error
         self.queue.is_updating = True
         by_lane: dict[Lane, dict[int, Any]] = {}
         for position, operation in operations.items():
