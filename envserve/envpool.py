@@ -22,8 +22,8 @@ class EnvPool(VectorEnv[Any, Any, Any]):
     """An EnvPool pool as a Gymnasium vector env.
 
     A reset with seeds makes a new pool, because EnvPool accepts seeds only at
-    construction; a first reset without seeds draws them. Infos omit EnvPool's env id,
-    players and step count of each row.
+    construction. If the first reset has no seeds, it draws some. Infos omit EnvPool's
+    env id, players and step count of each row.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     runs = Path(time.strftime("runs/optuna-%Y%m%d-%H%M%S"))
-    parser.add_argument("--runs", type=Path, default=runs, help="new folder")
+    parser.add_argument("--runs", type=Path, default=runs, help="folder to create")
     args = parser.parse_args()
     tf.get_logger().setLevel("ERROR")  # hides warnings about retracing in each trial
 

@@ -153,7 +153,7 @@ def train(
                 checkpoint.restore(run_folder.checkpoints, run.state)
             with run_folder.writing():
                 run.algorithm.load_data(run_folder.algorithm_data, first.steps)
-        if learners.is_chief:  # only after a checkpoint has been loaded with the config
+        if learners.is_chief:  # the config matches the checkpoint, if there is one
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)

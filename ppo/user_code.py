@@ -183,7 +183,7 @@ class Callbacks:
             return method and (lambda run, _, rollout: method(run, rollout))
 
         numbers = self._call(run, {}, before_update_of)
-        # The metrics of the iteration will replace numbers of the same name.
+        # Numbers must not replace metrics of the iteration that have the same name.
         reserved = run.statistics() if numbers else ()
         return {name: numbers[name] for name in numbers if name not in reserved}
 

@@ -35,9 +35,9 @@ class Absence:
       late_steps: Positions of blocks with a late step that no caller waits for.
       awaited_late_steps: Positions of blocks whose late step a caller waits for.
       padded: Positions of blocks that a caller waits for and whose rows are padding.
-      absent_since: Maps positions of blocks that were absent at the last call to `pad`,
-        and whose steps were neither released nor marked late since, to the time from
-        which `padding_after` counts.
+      absent_since: Times from which `padding_after` counts, by block position. It
+        contains the blocks that were absent at the last call to `pad`, except those
+        whose steps have been released or marked late since.
       next_pad: Time at which rows will next become padding; infinity if never.
     """
 
@@ -63,7 +63,7 @@ class Absence:
         self.late_steps |= positions
         self.awaited_late_steps -= positions
         self.padded -= positions
-        self._forget_since(positions)
+        self._restart_timers(positions)
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
         """Record that a caller waits for the late steps of the given blocks.
@@ -151,10 +151,10 @@ class Absence:
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
-        self._forget_since(positions)
+        self._restart_timers(positions)
 
-    def _forget_since(self, positions: Set[int]) -> None:
-        """Let the next absence of the given blocks count from its own beginning."""
+    def _restart_timers(self, positions: Set[int]) -> None:
+        """Let `padding_after` count from zero at the next absence of these blocks."""
         for position in positions & self.absent_since.keys():
             del self.absent_since[position]
 

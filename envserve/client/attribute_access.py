@@ -96,7 +96,7 @@ class AttributeAccess:
             call = Call(block.lane_block, at, self._kind, self._name, packed)
             calls[block.position] = call
             called.append((block, part))
-        self._group.start_call(calls)
+        self._group.start(calls)
         self._called = called
 
     def finish(self, deadline: float) -> list[Any]:

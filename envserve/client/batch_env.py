@@ -330,10 +330,10 @@ class BatchEnv:
           num_servers: Number of servers to spread the envs over; by default, all
             servers whose address is known now. Servers that are found later can replace
             lost ones.
-          min_servers: Number of servers that must be able to create the envs; by
-            default, all servers whose address is known now. `connect` waits until the
-            other servers are ready, too, or have failed. The rows of those that have
-            failed are padding until a server is ready.
+          min_servers: Minimum number of servers that must be able to create the envs;
+            by default, all servers whose address is known now. `connect` waits until
+            each server is ready or has failed. The rows of failed servers are padding
+            until a server is ready for them.
           insecure: Whether to use TCP without keys; only on a network that you trust.
           max_row_mib: Maximum memory in MiB for the rows of one server. The limit
             protects the client, because the server determines the size of the rows.

@@ -29,8 +29,8 @@ from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolE
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
-#: Maximum duration of one wait for a lane, in seconds. Its `give_up_error` is raised
-#: with at most this delay.
+#: Maximum duration of one wait for a lane, in seconds. A lane's `give_up_error` is
+#: raised with at most this delay.
 _COLLECT_SECONDS: Final = 1.0
 
 
@@ -161,7 +161,7 @@ class LaneGroup:
                 waiting -= ready
             elif has_collected or absence.padded.isdisjoint(ready):
                 return ready
-            else:  # padding is enough, but lanes progress only in `collect`
+            else:  # poll once: lanes read results and restart workers in `collect`
                 timeout = 0.0
             min_finished = len(waiting) if num_rows is None else 1
             self.queue.collect(max(0.0, timeout), waiting, min_finished)
@@ -224,7 +224,7 @@ class LaneGroup:
                 self._start_late_steps(lost)
             for position in lost:
                 del resets[position]
-        self.start_call(resets)
+        self.start(resets)
         return resets.keys()
 
     def _start_late_steps(self, lost: Set[int]) -> None:
@@ -270,7 +270,7 @@ class LaneGroup:
             for row, info in outcome.infos.items()
         }
 
-    def start_call(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
+    def start(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
         """Start resets or attribute accesses, once their blocks are idle.
 
         Args:
@@ -316,7 +316,8 @@ class LaneGroup:
                     self._take_outcomes(remaining)
                 raise self.blocks[min(group)].located(error) from None
             except BaseException as error:
-                pop_harmless_mark(error)  # other lanes have not started the operation
+                # Not harmless for the batch: other lanes have not started yet.
+                pop_harmless_mark(error)
                 raise
             remaining.difference_update(group)
         self.queue.is_updating = False
@@ -394,7 +395,8 @@ class LaneGroup:
             try:
                 block.lane.submit_step((block.lane_block,))
             except BaseException as error:
-                pop_harmless_mark(error)  # other blocks have not been submitted
+                # Not harmless for the batch: other blocks are not submitted yet.
+                pop_harmless_mark(error)
                 raise
         self.queue.is_updating = False
 

@@ -85,10 +85,11 @@ class OutcomeQueue:
     ) -> bool:
         """Collect from several lanes; return whether there were any outcomes.
 
-        If the caller waits for all blocks, wait for one lane after the other, except
-        for lanes with absent envs, until the timeout or until envs become absent.
-        Otherwise, do not block, and skip lanes whose descriptors are not readable,
-        unless envs are absent or it is time to poll all.
+        If the caller waits for all blocks, wait for one lane after the other, but not
+        for lanes with absent envs. Stop waiting after the timeout, or when a lane's
+        envs become absent. If the caller waits for fewer blocks, do not block, and skip
+        lanes whose descriptors are not readable, unless envs are absent or it is time
+        to poll all.
         """
         has_outcomes, needs_all = False, min_finished == len(waiting)
         now = time.monotonic()

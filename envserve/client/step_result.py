@@ -95,8 +95,8 @@ _make_result: Final[Callable[[tuple[Any, ...]], StepResult]] = partial(
 def check_out(spec: EnvSpec, out: StepResult, num_rows: int) -> None:
     """Check that a step of `num_rows` rows can be written into `out`.
 
-    Call this before envs are stepped: the result of their step would be lost with an
-    error.
+    Call this before the envs are stepped, because a later error would lose the result
+    of their step.
 
     Raises:
       SpaceError: The observations are not nested like the observation space.

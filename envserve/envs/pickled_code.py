@@ -81,8 +81,8 @@ class UserCode:
         # Gymnasium's own specs are omitted, because every worker has them.
         specs: dict[str, EnvSpec] = {}
         for name, registered in gymnasium.registry.items():
-            is_own = user_envs.module_of(name).partition(".")[0] == "gymnasium"
-            if not (is_own and name in _constants_of_gymnasium()):
+            package = user_envs.module_of(name).partition(".")[0]
+            if package != "gymnasium" or name not in _names_in_gymnasium():
                 original = _original(registered)
                 if _can_be_pickled(original):
                     specs[name] = original
@@ -289,10 +289,11 @@ def _pickle_loaded_files_by_value() -> None:
 
 
 @functools.cache
-def _constants_of_gymnasium() -> frozenset[Any]:
-    """Return the constants of the module that registers Gymnasium's own envs.
+def _names_in_gymnasium() -> frozenset[Any]:
+    """Return a set that contains the names of all envs that Gymnasium registers.
 
-    The names of these envs are among them.
+    These names are constants in the code of `gymnasium.envs`. The set also contains the
+    other constants of this code.
     """
     module: Any = gymnasium.envs
     return frozenset(module.__spec__.loader.get_code(module.__name__).co_consts)

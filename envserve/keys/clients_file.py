@@ -230,7 +230,8 @@ class ClientsFile:
             if same is not None and not is_replaced(same):
                 raise KeyFileError(
                     f"expected a different key for each client; {new.name} and "
-                    f"{same.name} have the same; create another client.key for one"
+                    f"{same.name} have the same key; create another client.key for one "
+                    f"of them"
                 )
             lines.append(format_line(new))
         private_files.write_private(self._path, "".join(f"{line}\n" for line in lines))

@@ -68,7 +68,7 @@ class MetricsPort(socketserver.TCPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, TypeError) as error:
-            # A host name that IDNA cannot encode is a TypeError.
+            # A host name that IDNA cannot encode raises a TypeError.
             reason = getattr(error, "strerror", None) or error
             raise ServerError(
                 f"cannot serve metrics on {host}:{port}: {reason}; pass another "

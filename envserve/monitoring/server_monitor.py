@@ -55,7 +55,7 @@ class MonitoredServer:
         now, previous = self.status, self._previous
         if not (now and previous and now.version and now.seconds > previous.seconds):
             return None
-        if now.steps < previous.steps:  # a restart within seconds
+        if now.steps < previous.steps:  # restarted, but running longer than before
             return None
         return (now.steps - previous.steps) / (now.seconds - previous.seconds)
 

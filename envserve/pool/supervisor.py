@@ -247,8 +247,8 @@ class SupervisedWorker:
         """
         if (process := self.process) is not None:
             process.kill(reason, now)
-            # A process without an id is not forked yet. The template kills it once it
-            # is, before it forks the next one, so there is no need to wait.
+            # A process without an id is not forked yet. The template kills it after
+            # forking it, before the next fork, so there is no need to wait.
             if process.pid is not None and process.wait_exit(KILL_SECONDS) is None:
                 self._abandon_unkillable(process)
         self.abandon()

@@ -222,8 +222,9 @@ class WorkerSet:
     def close(self, timeout_seconds: float) -> None:
         """Wait until all workers have ended or the timeout expires; free resources.
 
-        Do not wait for processes without an id. Their fork may take long, because the
-        template is importing modules. The template kills them once they are forked.
+        Do not wait for processes that are not forked yet, which have no id: the
+        template may be importing modules for a long time. It kills them after their
+        fork.
         """
         deadline = self._clock() + timeout_seconds
         while any(self.pids) and (now := self._clock()) < deadline:

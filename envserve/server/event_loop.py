@@ -71,8 +71,8 @@ _CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
-#: If the check for expired leases is more than this number of seconds late, it is
-#: postponed by the same time.
+#: If the check for expired leases is late by more than this number of seconds, it is
+#: postponed by the same number of seconds.
 _LATE_SECONDS: Final = 0.5
 #: Interval in seconds, and number, of the measurements of the loop's lag.
 _TICK_SECONDS: Final = 0.5
@@ -501,7 +501,7 @@ class ServerLoop:
     def _expire_leases(self) -> None:
         assert self._lease_timer is not None, "only the timer calls this"
         if self._loop.time() > self._lease_timer.when() + _LATE_SECONDS:
-            # This process was probably suspended. Clients have sent messages in the
+            # This process was probably suspended. Clients may have sent messages in the
             # meantime, so read these before any lease expires.
             self._lease_timer = self._loop.call_later(
                 _LATE_SECONDS, self._expire_leases

@@ -111,7 +111,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[None]:
-    """Block signals in a context; those that arrive are handled when it ends."""
+    """Defer the handling of stop signals until the end of the context."""
     numbers = stop_signals()
     signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -137,7 +137,7 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)
-    # See `_deferred_signals`.
+    # The parent has blocked them; see `_deferred_signals`.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -9,9 +9,9 @@ from typing import Any, Self
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a server: SIGHUP only unless it is ignored.
+    """Return the signals that stop a server, without SIGHUP if it is ignored.
 
-    A closed terminal sends SIGHUP; `nohup` starts programs that ignore it.
+    A closed terminal sends SIGHUP; programs that `nohup` starts ignore it.
     """
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

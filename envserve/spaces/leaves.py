@@ -327,7 +327,7 @@ def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list
 
 def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
     """Rebuild a nested value of the space from its leaves; the inverse of `flatten`."""
-    remaining = iter(leaves)  # an iterator returns itself
+    remaining = iter(leaves)  # shared by the recursive calls
     if isinstance(space, spaces.Dict):
         return {key: unflatten(child, remaining) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):

@@ -197,7 +197,7 @@ def _apply_to_vector_env(
                 "values"
             )
         setattr(env, request.name, arguments[0])
-        attributes[request.name] = request.arguments_for(-1)[0][0]  # another copy
+        attributes[request.name] = request.arguments_for(-1)[0][0]  # not the env's copy
         return None
     is_space = request.name in ("action_space", "observation_space")
     value = getattr(env, f"single_{request.name}" if is_space else request.name)

@@ -228,7 +228,7 @@ class EnvBlock:
             if was_fresh:
                 raise
             first = fault_from_error(env.row, error)
-        self._heartbeat[1] = 1  # as in a reset, because building an env may take long
+        self._heartbeat[1] = 1  # use the reset timeout: building an env may take long
         env.rebuild()
         info = env.reset(seed, options)
         faults.append(first._replace(status=Status.OK))

@@ -216,7 +216,7 @@ class EnvRow:
         if is_over:
             terminated = convert_flag("terminated", terminated)
             truncated = convert_flag("truncated", truncated)
-            if terminated or truncated:  # unlike a list, which is true if it has items
+            if terminated or truncated:  # `is_over` is also true for [False]
                 episode_info = self._end_episode(observation, reward, info)
                 return reward, terminated, truncated, episode_info
         # Fast path of `_write` for a space with a single array.

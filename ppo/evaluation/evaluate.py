@@ -255,7 +255,7 @@ def evaluate_run(
             seed=seed,
         )._replace(steps=counters.steps)
     if ended is None:
-        ended = _planned_steps(run_folder, counters.steps)
+        ended = _saved_total_steps(run_folder, counters.steps)
     try:
         run_folder.save_evaluation(evaluation.as_dict() | ended)
     except RunWriteError as error:
@@ -264,10 +264,11 @@ def evaluate_run(
     return evaluation
 
 
-def _planned_steps(run_folder: RunFolder, steps: int) -> dict[str, Any]:
-    """Return `{"total_steps": ...}` if a run that ended after `steps` has saved it.
+def _saved_total_steps(run_folder: RunFolder, steps: int) -> dict[str, Any]:
+    """Return `{"total_steps": ...}` from `evaluation.json`, or an empty dict.
 
-    With this number, `ppo train --seeds` recognises a run that a callback has ended.
+    It is there if the run has ended after `steps` env steps. With this number, `ppo
+    train --seeds` recognises a run that a callback has ended.
     """
     with contextlib.suppress(OSError, ValueError):
         earlier = read_table(run_folder.path / "evaluation.json")

@@ -135,8 +135,8 @@ def _group_runs(runs: Sequence[Path], metric: str) -> list[_Group]:
 def _seeds_with(metric: str, study: Path) -> list[Path]:
     """Return the run folders of the seeds that have values of a metric.
 
-    Seeds of a study that wait or have failed have none. If no seed has values, return
-    all seeds, so that the error names the cause.
+    Seeds that have not started yet, or have failed early, have none. If no seed has
+    values, return all seeds, so that the error names the cause.
     """
     found: list[Path] = []
     for path in (seeds := seed_folders(study)):

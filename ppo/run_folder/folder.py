@@ -178,8 +178,8 @@ class RunFolder:
         """
         if not self.path.is_dir():
             return True
-        cannot_remove = contextlib.suppress(RunLockedError, RunWriteError, OSError)
-        with cannot_remove, self.locked():
+        ignoring_errors = contextlib.suppress(RunLockedError, RunWriteError, OSError)
+        with ignoring_errors, self.locked():
             names = {file.name for file in self.path.iterdir()}
             path = self.metrics_path
             has_row = path.exists() and path.stat().st_size > 0

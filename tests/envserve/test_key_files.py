@@ -428,7 +428,7 @@ def test_joining_with_the_key_of_another_client_raises_protocol_error(
 
 def test_a_key_cannot_be_added_under_a_second_name(folder: KeyFolder) -> None:
     create_all_files(folder)
-    with pytest.raises(KeyFileError, match="other and ci have the same; create anoth"):
+    with pytest.raises(KeyFileError, match="other and ci have the same key; create"):
         folder.clients.add(Grant(name="other", public=bytes(32)), NOW)
     read_all_files(folder)
     assert [grant.name for grant in folder.clients.grants()] == ["ci"]

@@ -197,7 +197,7 @@ class Attachment:
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
         """Change to READY, and send the requests that are in flight."""
         if blocks.is_vacant and self.lost_lease is not None:
-            self.lost_lease.lost_at = now  # no lease was lost before the first one
+            self.lost_lease.lost_at = now  # the first lease, so none was lost before
         blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
@@ -601,7 +601,7 @@ def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
 def attach_of(request: EnvRequest, address: str) -> Attach:
     """Return the ATTACH for a request; raise EnvStartError if it cannot be encoded."""
     attach = copy_as(Attach, request)
-    # The numbers of an ATTACH for a later lease are encoded in more bytes.
+    # These numbers need more bytes in an ATTACH for a later lease.
     longest = {"first_incarnation": 0xFFFFFFFF, "blocks_per_split": request.num_envs}
     try:
         copy_as(Attach, attach, **longest).encode()

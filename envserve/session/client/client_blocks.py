@@ -458,7 +458,7 @@ class ClientBlocks:
         body: Buffer,
         payload: Buffer,
     ) -> None:
-        """Write the rows of a reply to a step or reset, which has these outcomes.
+        """Write the rows of a reply to a step or reset.
 
         Raises:
           RemoteProtocolError: The reply does not fit the blocks.

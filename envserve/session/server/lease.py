@@ -284,8 +284,9 @@ class Lease:
     def _find_request(self, message: Message) -> _BlockRequest | None:
         """Return the request that the message is a copy of; None if there is none.
 
-        A request that was answered as a whole is omitted if a block has a later one,
-        because the client has the reply, and the later request changes the rows.
+        Ignore a request that was answered with one reply if one of its blocks has a
+        later request: the client has this reply, and the later request changes the
+        rows.
         """
         candidates = dict.fromkeys(
             self._requests[block] for block, _ in message.entries

@@ -120,8 +120,8 @@ class ServerProtocol:
     def has_ended(self) -> bool:
         """Whether the drain or stop of the server is complete.
 
-        A drain waits until all leases have ended. A stop, which its caller limits to
-        seconds, also waits until their clients have acknowledged the end.
+        A drain waits until all leases have ended. A stop also waits until their clients
+        have acknowledged the end; its caller limits this wait to a few seconds.
         """
         leases = self.leases
         is_waiting = leases or (self._is_stopping and leases.unnotified)

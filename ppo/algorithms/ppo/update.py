@@ -136,8 +136,8 @@ class Updater:
         metrics = {name: float(value) for name, value in values.items()}
         norm = metrics["gradient_norm"]
         # Non-finite gradients make all later gradients non-finite, so checking the last
-        # epoch is sufficient. A rollback restores the parameters, however, and only the
-        # second moments of the optimizer remain non-finite.
+        # epoch is sufficient. After a rollback, however, the parameters are finite
+        # again, and only the second moments of the optimizer show the divergence.
         if metrics["undone_epochs"] and not all(
             np.isfinite(variable).all() for variable in self.optimizer.variables
         ):
