@@ -795,8 +795,7 @@ class BatchEnv:
         """Set an attribute of several envs, with one value per env.
 
         If an env is replaced because it raised an exception, the new env also gets the
-        value. If a worker or server is lost, or the block is a vector env, the value is
-        not set in new envs.
+        value. If a worker or server is lost, the value is not set in new envs.
 
         Args:
           name: Name of the attribute; servers allow only exposed attributes.

@@ -215,13 +215,37 @@ class LaneGroup:
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
         if self.queue.give_up_error() is None:
-            # Do not wait for servers that may be lost for good: the late step of a lost
-            # block resets its envs, and reports the end of their episodes.
-            for position in self.absence.late_steps & self.queue.absent():
-                if self.blocks[position].lane.give_up_error is not None:
-                    resets.pop(position, None)
+            lost = {
+                position
+                for position in resets.keys() - self.in_flight
+                if self.blocks[position].lane.give_up_error is not None
+            }
+            if lost:
+                self._start_late_steps(lost)
+            for position in lost:
+                del resets[position]
         self.start(resets)
         return resets.keys()
+
+    def _start_late_steps(self, lost: Set[int]) -> None:
+        """Start late steps of lost blocks that have none, instead of resetting them.
+
+        A reset would wait for a server that may never be back. The first step of a lost
+        block resets its envs, and reports the end of their episodes.
+        """
+        self.queue.is_updating = True
+        for position in lost - self.absence.late_steps:
+            block = self.blocks[position]
+            try:
+                block.lane.submit_step((block.lane_block,))
+            except BaseException as error:
+                pop_harmless_mark(error)  # other blocks have not been submitted
+                raise
+            self.absence.late_steps.add(position)
+        self.queue.is_updating = False
+        # The lane writes the last observation of a block that has become absent.
+        if waiting := lost - self.queue.outcomes.keys():
+            self.queue.collect(0.0, waiting, len(waiting))
 
     def finish_reset(
         self, positions: Set[int], deadline: float
@@ -251,12 +275,19 @@ class LaneGroup:
 
         Args:
           operations: Maps block positions to operations of the same kind.
+
+        Raises:
+          ServerLost: A lane of these blocks has given up; nothing was started.
         """
         positions: Set[int] = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.late_steps)
+        for position in positions:
+            # Once started, the operation would also block the next steps.
+            if (error := self.blocks[position].lane.give_up_error) is not None:
+                raise error
         self.queue.is_updating = True
         by_lane: dict[Lane, dict[int, Any]] = {}
         for position, operation in operations.items():

@@ -223,8 +223,8 @@ class WorkerSet:
         """Wait until all workers have ended or the timeout expires; free resources.
 
         Do not wait for processes that are not forked yet, which have no id: the
-        template may be importing modules for a long time. They exit after their fork,
-        because their channel is closed.
+        template may be importing modules for a long time. It kills them after their
+        fork.
         """
         deadline = self._clock() + timeout_seconds
         while any(self.pids) and (now := self._clock()) < deadline:
@@ -236,7 +236,9 @@ class WorkerSet:
                 pass
         for worker in self.all:
             if worker.process is not None:
-                if worker.process.pid is not None:
+                if worker.process.pid is None:
+                    worker.process.kill("was closed", self._clock())
+                else:
                     _LOGGER.error("%r cannot be killed", worker)
                 worker.abandon()
         if self._owns_launcher:

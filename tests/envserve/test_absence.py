@@ -418,10 +418,11 @@ def test_a_call_raises_server_lost_instead_of_waiting_for_a_lost_server() -> Non
     gone.give_up_error = ServerLost("the first is lost")
     actions = np.zeros(4, np.int64)
     with oracle.batch as batch:
-        result = batch.step(actions)
-        assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
-        with pytest.raises(ServerLost, match="the first is lost"):
-            batch.call(3, "name")
+        for _ in range(2):
+            with pytest.raises(ServerLost, match="the first is lost"):
+                batch.call(3, "name")
+            result = batch.step(actions)
+            assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
         lanes[0].invalidate("for the test")
         lanes[0].faults = gone.faults
         lanes[0].give_up_error = ServerLost("the second is lost")
@@ -429,24 +430,28 @@ def test_a_call_raises_server_lost_instead_of_waiting_for_a_lost_server() -> Non
             batch.step(actions)
 
 
-def test_a_reset_does_not_wait_for_late_steps_of_a_lost_server() -> None:
+def test_a_reset_does_not_wait_for_a_lost_server() -> None:
     lanes = [FakeLane(2, 1, Faults(end=1.0)) for _ in range(2)]
     actions = np.zeros(4, np.int64)
     with BatchEnv(lanes, padding_after=0.0) as batch:
         batch.reset()
+        last = batch.step(actions).observation
         lanes[1].invalidate("for the test")
         lanes[1].faults.end = 0.0
         lanes[1].give_up_error = ServerLost("the first is lost")
         for _ in range(2):
-            result = batch.step(actions)
-            assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
             first = batch.reset()
             assert first[:2, 1].tolist() == [0, 0]
-            assert first[2:].tolist() == result.observation[2:].tolist()
+            assert first[2:].tolist() == last[2:].tolist()
+            assert batch.reset([2, 3]).tolist() == last[2:].tolist()
+            result = batch.step(actions)
+            assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
+            assert result.observation[2:].tolist() == last[2:].tolist()
         lanes[0].give_up_error = ServerLost("the second is lost")
         with pytest.raises(ServerLost, match="the first is lost"):
             batch.reset()
-        lanes[1].faults.end, lanes[1].give_up_error = 1.0, None
+        lanes[0].give_up_error = lanes[1].give_up_error = None
+        lanes[1].faults.end = 1.0
         batch.reset()
         assert batch.step(actions).valid.all()
 
