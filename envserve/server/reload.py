@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -66,20 +66,25 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         _LOGGER.warning(
             "--reload has no effect, because the envs import only installed modules"
         )
-    signals: list[int] = []
+    received: list[int] = []
+    unsent: list[int] = []
     server, addresses = _fork(serve, host)
 
+    def send_signals() -> None:
+        while unsent and server.pid is not None and server.exitcode is None:
+            os.kill(server.pid, unsent.pop(0))
+
     def forward(number: int, _: object) -> None:
-        signals.append(number)
-        if server.pid is not None and server.exitcode is None:
-            os.kill(server.pid, number)
+        received.append(number)
+        unsent.append(number)
+        send_signals()
 
     old_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
     try:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
             now = _modification_times(times)
-            if now == times or signals or server.exitcode is not None:
+            if now == times or received or server.exitcode is not None:
                 continue
             names = ", ".join(os.path.basename(f) for f in now if now[f] != times[f])
             times = now
@@ -97,27 +102,16 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
             with contextlib.suppress(EOFError):  # the server exited before it was ready
                 if addresses.poll():
                     host = replace(host, binds=addresses.recv())
-            forward(signal.SIGINT, None)
+            if server.pid is not None and server.exitcode is None:
+                os.kill(server.pid, signal.SIGINT)
             server.join()
-            with _deferred_signals():  # until `forward` can reach the new server
-                if signals == [signal.SIGINT]:  # only the signal sent above
-                    signals.clear()
-                    server, addresses = _fork(serve, host)
+            if not received:
+                server, addresses = _fork(serve, host)
+                send_signals()  # those that have arrived since the check above
         return server.exitcode
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Defer the handling of stop signals until the end of the context."""
-    numbers = stop_signals()
-    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Connection]:
@@ -129,7 +123,13 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(child_main, host, sender))
-    process.start()
+    numbers = stop_signals()
+    # The child blocks these signals until it has reset their handlers.
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     sender.close()
     return process, receiver
 
@@ -137,7 +137,7 @@ def _fork(child_main: _ChildMain, host: HostSettings) -> tuple[ForkProcess, Conn
 def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> None:
     for number in stop_signals():
         signal.signal(number, signal.SIG_DFL)
-    # The parent has blocked them; see `_deferred_signals`.
+    # The parent has blocked them; see `_fork`.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, stop_signals())
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

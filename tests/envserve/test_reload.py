@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -191,4 +192,12 @@ def test_a_signal_during_a_restart_ends_the_new_server(
 
     monkeypatch.setattr(ForkProcess, "start", send_signal_and_start)
     host = HostSettings(env_names=(f"{source}:Same",))
-    assert reload.serve_with_reload(host, serve) == -signal.SIGTERM
+    # A signal that the main thread blocks may arrive in another thread.
+    has_ended = threading.Event()
+    thread = threading.Thread(target=has_ended.wait)
+    thread.start()
+    try:
+        assert reload.serve_with_reload(host, serve) == -signal.SIGTERM
+    finally:
+        has_ended.set()
+        thread.join()
