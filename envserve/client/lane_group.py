@@ -235,12 +235,7 @@ class LaneGroup:
         """
         self.queue.is_updating = True
         for position in lost - self.absence.late_steps:
-            block = self.blocks[position]
-            try:
-                block.lane.submit_step((block.lane_block,))
-            except BaseException as error:
-                pop_harmless_mark(error)  # other blocks have not been submitted
-                raise
+            self._submit_step(self.blocks[position])
             self.absence.late_steps.add(position)
         self.queue.is_updating = False
         # The lane writes the last observation of a block that has become absent.
@@ -391,14 +386,17 @@ class LaneGroup:
         for blocks in (self._called, self._cancelled, self._deferred):
             blocks.clear()
         for position in self.in_flight:
-            block = self.blocks[position]
-            try:
-                block.lane.submit_step((block.lane_block,))
-            except BaseException as error:
-                # Not harmless for the batch: other blocks are not submitted yet.
-                pop_harmless_mark(error)
-                raise
+            self._submit_step(self.blocks[position])
         self.queue.is_updating = False
+
+    def _submit_step(self, block: BatchBlock) -> None:
+        """Submit a step of one of several blocks."""
+        try:
+            block.lane.submit_step((block.lane_block,))
+        except BaseException as error:
+            # Not harmless for the batch: other blocks are not submitted yet.
+            pop_harmless_mark(error)
+            raise
 
     def _clean_up(self, positions: Iterable[int]) -> None:
         """Wait for interrupted or cancelled operations, and discard their results."""
