@@ -1,8 +1,8 @@
 """The `envserve` program.
 
-Containers run `envserve health` every 2 s. This module runs simple health checks
-itself, because importing the other commands and their option parser would take longer
-than the check.
+Containers run `envserve health` every few seconds. This module runs simple health
+checks itself, because importing the other commands and their option parser would take
+longer than the check.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from envserve.check.probe_client import (
 )
 from envserve.envs.seeding import env_seed
 from envserve.errors import EnvserveError, RemoteProtocolError
-from envserve.lane import Call
+from envserve.lane import Call, make_blocks
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody, Pong
 from envserve.wire.constants import ErrorCode, MessageType
@@ -179,12 +179,17 @@ def bad_attach(c: ProbeClient) -> None:
 
 @rule("GRANTED")
 def granted(c: ProbeClient) -> None:
-    """List valid spaces in GRANTED, and blocks that contain each row exactly once."""
+    """List valid spaces in GRANTED, and blocks that divide the rows equally."""
     try:
-        splits = {block.split for block in c.attach().blocks}
+        blocks = c.attach().blocks
     except SkipRule as error:
         raise RemoteProtocolError(f"expected GRANTED; got {error}") from None
-    expect(splits <= {0, 1}, "splits 0 and 1", splits)
+    per_split = sum(block.split == 0 for block in blocks)
+    equal, actual = (
+        [(block.start, block.split) for block in each]
+        for each in (make_blocks(4, 1, 2, per_split), blocks)
+    )
+    expect(actual == equal, f"blocks with [start, split] {equal}", actual)
 
 
 @rule("Rules of the server", with_lease=True)

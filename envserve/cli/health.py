@@ -1,7 +1,7 @@
 """`envserve health`: check the health of a server; the exit code names the problem.
 
 `envserve.__main__` has a fast path for simple forms of this command, because containers
-run it every 2 s.
+run it every few seconds.
 """
 
 from __future__ import annotations

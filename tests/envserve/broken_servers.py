@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -128,6 +129,17 @@ class GrantsRowsTwice(Server):
         if message.type is Kind.GRANTED:
             fields = codec.decode(message.body)
             fields["blocks"][-1][0] -= 1
+            message.body = codec.encode(fields)
+        return message
+
+
+@found_by("granted")
+class DividesRowsUnequally(Server):
+    def change_reply(self, message: Message) -> Message:
+        if message.type is Kind.GRANTED:
+            fields = codec.decode(message.body)
+            for first, second in itertools.pairwise(fields["blocks"]):
+                first[1] = second[0] = first[1] - 1
             message.body = codec.encode(fields)
         return message
 
