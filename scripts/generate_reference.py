@@ -33,8 +33,9 @@ This page lists the options of batches, of `envserve start` and of training runs
 ## Options of batches
 
 `BatchEnv.local`, `BatchEnv.connect` and `make_vec` accept these options as keyword
-arguments, in addition to [their other arguments](api.md). The options of local batches
-do not apply to servers, which have their own."""
+arguments, in addition to [their other arguments](api.md). `make_vec` has
+`autoreset_mode` instead of `autoreset`, and [other defaults](api.md) of some options.
+The options of local batches do not apply to servers, which have their own."""
 _START = """
 ## Options of `envserve start`
 

@@ -344,8 +344,8 @@ class BatchEnv:
             `first_env_index`, `num_splits`, `env_kwargs`, `wrappers`, `autoreset`,
             `infos`, `spare_envs`, `nonfinite`, `strict_spaces`, `vectorized`,
             `actions` and `observation_mode`.
-            Servers accept only the `env_kwargs` and wrappers that they were started
-            with.
+            Servers accept only the `env_kwargs` that their operators allow, and only
+            wrappers that are registered there.
 
         Raises:
           AddressError: An address is malformed, its host is unknown, or fewer than

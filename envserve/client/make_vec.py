@@ -107,9 +107,11 @@ def make_vec(
       observation_mode: See `gymnasium.vector.AsyncVectorEnv`: "same", "different" if
         the observation spaces have different bounds, or a tuple of the batched and the
         single observation space, in this order.
+      infos: See `BatchEnv.local`; "all" by default.
+      nonfinite: See `BatchEnv.local`; "pass" by default.
       padding_after: See `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
-        `BatchEnv.connect`.
+        `BatchEnv.connect`, except `autoreset`.
 
     Raises:
       EnvserveError: See `BatchEnv.local` or `BatchEnv.connect`.
