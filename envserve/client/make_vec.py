@@ -109,7 +109,7 @@ def make_vec(
         single observation space, in this order.
       padding_after: See `BatchEnv.local`; `math.inf` by default, so a step waits for
         absent envs. The other options are also those of `BatchEnv.local` or
-        `BatchEnv.connect`.
+        `BatchEnv.connect`, but `infos` is "all" and `nonfinite` is "pass" by default.
 
     Raises:
       EnvserveError: See `BatchEnv.local` or `BatchEnv.connect`.
