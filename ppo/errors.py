@@ -50,7 +50,7 @@ class UntrustedCodeError(BadInputError):
 
 
 class CheckpointError(BadInputError):
-    """A checkpoint is missing, or does not match the networks of the config."""
+    """A checkpoint is missing or damaged, or does not match the run's networks."""
 
 
 class OutputError(BadInputError):

@@ -1,8 +1,8 @@
 """A batch of envs inside a TensorFlow graph.
 
 Each call from the graph into Python is one `tf.numpy_function` with static output
-shapes and the dtypes of the env. An exception raised in Python reaches the caller
-unchanged, not as a TensorFlow error.
+shapes and the dtypes of the env. Within `original_errors`, an exception raised in
+Python reaches the caller unchanged, not as a TensorFlow error.
 """
 
 import contextlib

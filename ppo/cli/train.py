@@ -101,9 +101,9 @@ def train(
     """Train an agent, and evaluate it at the end.
 
     Args:
-      config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env
-        to train with default settings: a registered name, FILE.py:CLASS or
-        MODULE:NAME. Required unless a run is resumed.
+      config: A config that `ppo configs` lists, a .toml, .json or .py file, or an env:
+        a registered name, FILE.py:CLASS or MODULE:NAME. Required unless a run is
+        resumed.
       set_: Setting to change, such as num_envs=16; repeatable. `ppo configs NAME
         --all` lists all settings.
       seed: Seed of the run's random numbers; by default, the config's seed.

@@ -7,7 +7,7 @@ tensorboard/       the same metrics for TensorBoard
 lock               locked while the run is trained
 checkpoints/       see `ppo.run_folder.checkpoint`
 algorithm/         other data of the algorithm, such as SAC's replay buffer
-evaluation.json    result of the final evaluation
+evaluation.json    result of the final evaluation, or of a later `ppo evaluate`
 """
 
 import contextlib
