@@ -376,8 +376,8 @@ class HostSettings(WorkerSettings):
     """Maximum growth of the server's memory by buffered messages in MiB; beyond that,
     the server closes all connections, and clients reconnect."""
     audit: str | None = None
-    """File of the audit log, which gets one JSON line for each lease, rejection, new
-    key and revoked key; only the server's user can read it."""
+    """File of the audit log, which gets one JSON line for each start and end of a
+    lease, rejection, new key and revoked key; only the server's user can read it."""
     metrics_port: Annotated[int, Meta(ge=0, le=65535)] | None = None
     """HTTP port for Prometheus metrics, which can be read without a key; 0 selects a
     free port. By default, metrics are disabled."""

@@ -27,7 +27,8 @@ def health(
 
     Args:
       startup: Check that workers can be started; if not, exit with 3.
-      live: Check that the serving loop keeps up; if not, exit with 4.
+      live: Check that the event loop was at most 5 s late within the last 10 s; if not,
+        exit with 4.
       ready: Check that envs are available; exit with 3 while workers cannot be started,
         5 if the server is draining, 6 if all envs are leased.
     """

@@ -47,7 +47,8 @@ def make(
     own key and the server's public key. The folder of the role `local` is for programs
     that act as the server's user, such as the web page; it does not contain the
     server's secret key. If several servers share a key folder, `--at 'tcp://*:5555'`
-    matches all their addresses.
+    matches all their addresses, and `--at ray://NAMESPACE/NAME` those of servers on a
+    Ray cluster.
 
     Args:
       dir_: Folder to create the key folders in; it need not exist.

@@ -119,7 +119,7 @@ def start(
     set_up_logs(log_level, log_format)
     _warn_about_variables()
     if on is not None:
-        flags = given.words("config", "on", "resources", "servers", "scale_to")
+        flags = given.words("binds", "config", "on", "resources", "servers", "scale_to")
         flags = [*map(with_absolute_path, flags)]
         return _serve_on_ray(flags, on, servers, scale_to, resources)
     if servers > 1 or resources is not None or scale_to is not None:

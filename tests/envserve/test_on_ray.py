@@ -91,7 +91,9 @@ def test_servers_get_all_options_and_settings(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", "7")
     monkeypatch.setenv("ENVSERVE_DEBUG_ERRORS", "false")
-    Path("some.toml").write_text("drain-grace = 0\nexpose = ['a', 'b']\n")
+    Path("some.toml").write_text(
+        "bind = 'tcp://0.0.0.0:5555'\ndrain-grace = 0\nexpose = ['a', 'b']\n"
+    )
     words = ["my_env.py:Walk", "CartPole-v1", "--reload", "--config", "some.toml"]
     place = ["--on", "ray://lab/sims", "--servers", "3", "--resources", '{"CPU": 8}']
     assert start(*words, *place) == 2

@@ -114,7 +114,8 @@ def test_a_lease_beyond_the_quota_is_busy_until_another_one_ends(
 
 
 def test_a_request_larger_than_the_quota_is_rejected() -> None:
-    server = KeyServer(grant(max_envs=3))
+    server = KeyServer(grant(max_envs=3), grant("bob"))
+    server.attach("bob", num_envs=13)  # leaves 3 of 16 envs
     body = server.reject(num_envs=4)
     assert body.code is ErrorCode.REFUSED
     assert body.text.startswith("ann may use 3 envs, but requested 4; ")

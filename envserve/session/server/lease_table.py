@@ -343,7 +343,9 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         About the leases of other users, the error states only the total number of envs.
         """
         free = self.num_free_envs
-        if attach.num_hosted <= free:
+        # A key's limit may be lower than the server's. Waiting cannot help then.
+        max_grantable = min(self._settings.total_envs, attach.num_hosted)
+        if attach.num_hosted <= free or quota.limits.envs < max_grantable:
             usages = [(r.user, r.usage) for r in self.values()]
             quota.check_usage(Usage.requested_by(attach, quota.settings), usages)
             self._quotas.count_attach(quota, now)
