@@ -195,7 +195,7 @@ class ServerLoop:
         """
         self._close_seconds = timeout_seconds / 2
         self._has_ended.clear()  # a drain may have set it
-        self._carry_out(self._protocol.stop(reason))
+        self._carry_out(self._protocol.stop(time.monotonic(), reason))
         for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
@@ -236,10 +236,9 @@ class ServerLoop:
 
         Sessions that the users have started since `end_sessions` also end.
         """
-        if not self._protocol.leases.is_ending:
-            self._carry_out(self._protocol.leases.close_users(users))
-            text = f"keys were revoked: {', '.join(sorted(users))}"
-            self._router.sockets.reopen(text)
+        self._carry_out(self._protocol.leases.close_users(users))
+        text = f"keys were revoked: {', '.join(sorted(users))}"
+        self._router.sockets.reopen(text)
 
     # Messages.
 

@@ -261,6 +261,15 @@ async def test_messages_that_arrive_while_a_key_is_revoked_are_read(
         await peer.receive(MessageType.WELCOME)
 
 
+async def test_a_draining_server_closes_the_connections_of_revoked_clients(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    async with running(tmp_path, launcher) as (server_loop, _):
+        await server_loop.drain(3600.0)
+        server_loop.disconnect(["client-1"])
+        assert server_loop._router.sockets.num_reopened == 1
+
+
 async def test_a_message_that_is_completely_discarded_closes_no_connections(
     tmp_path: Path,
     launcher: Launcher,
