@@ -438,7 +438,7 @@ class Launcher:
         elif message.get("fork") in self._pending:
             process = self._pending[message["fork"]]
             if "error" in message:
-                process.exit = Exit(0, 1, message["error"])
+                process.exit = Exit(0, 1, message["error"], lacks_resources=True)
             else:
                 self._running[message["pid"]] = process
                 process.pid = message["pid"]

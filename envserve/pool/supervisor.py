@@ -46,6 +46,9 @@ _EXIT_STATUS_SECONDS: Final = 0.002
 #: the delay, up to `_MAX_BACKOFF_SECONDS`.
 _FIRST_BACKOFF_SECONDS: Final = 0.05
 _MAX_BACKOFF_SECONDS: Final = 30.0
+#: Maximum number of consecutive processes that a host without free resources could not
+#: start; with these delays, the worker fails after about two minutes.
+_MAX_UNSTARTED: Final = 14
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
 #: Names of the settings that are sent to the worker unchanged.
@@ -70,21 +73,29 @@ class _RestartSchedule:
 
     Attributes:
       num_failures: Number of failures since the last successful step.
+      num_unstarted: Number of consecutive processes that the host could not start.
       started_at: Time of the last start.
       next_at: Earliest time of the next start.
     """
 
     def __init__(self) -> None:
-        self.num_failures = 0
+        self.num_failures = self.num_unstarted = 0
         self.next_at = self.started_at = -math.inf
 
-    def plan(self, is_failure: bool, has_stepped: bool, now: float) -> None:
+    @property
+    def num_tries(self) -> int:
+        return self.num_failures + self.num_unstarted
+
+    def plan(
+        self, is_failure: bool, is_unstarted: bool, has_stepped: bool, now: float
+    ) -> None:
         if has_stepped:
             self.num_failures = 0
         self.num_failures += is_failure
+        self.num_unstarted = self.num_unstarted + 1 if is_unstarted else 0
         self.next_at = now
-        if self.num_failures > 1:
-            delay = _FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_failures - 2)
+        if self.num_tries > 1:
+            delay = _FIRST_BACKOFF_SECONDS * 2.0 ** (self.num_tries - 2)
             self.next_at += min(delay, _MAX_BACKOFF_SECONDS)
         if not has_stepped:
             self.next_at = max(
@@ -180,7 +191,8 @@ class SupervisedWorker:
         try:
             self.process = self._launcher.launch(self._selector, self)
         except WorkerError as error:
-            return self._on_exit(f"could not be started: {error}", "", now)
+            self.exit = Exit(0, 1, str(error), lacks_resources=True)
+            return self._on_exit(str(self.exit), "", now)
         message = self._build_message(incarnations)
         self.process.channel.send(pack_message(MessageKind.BUILD, payload=message))
         if self._slab is not None:
@@ -418,7 +430,12 @@ class SupervisedWorker:
         # The death of an idle process does not count as a failure, however often it
         # happens, because the envs did not cause it.
         is_failure = bool(kill_reason or self.num_unanswered) or not self._is_built
-        self._restarts.plan(is_failure, self.has_stepped, now)
+        # The envs do not cause a lack of resources either. A pool that has never run
+        # reports it as soon as any other failure.
+        lacks_resources = self.exit is not None and self.exit.lacks_resources
+        is_unstarted = lacks_resources and self._slab is not None
+        is_failure &= not is_unstarted
+        self._restarts.plan(is_failure, is_unstarted, self.has_stepped, now)
         self.num_unanswered = 0
         ends_in_import = False
         if (
@@ -450,7 +467,11 @@ class SupervisedWorker:
             # has, so the next process would hang, too.
             or (note and kill_reason and not self._has_ever_stepped)
         )
-        has_failed_often = self._restarts.num_failures > self._config.max_restarts
+        max_restarts = self._config.max_restarts
+        has_failed_often = (
+            self._restarts.num_failures > max_restarts
+            or self._restarts.num_unstarted > max(max_restarts, _MAX_UNSTARTED)
+        )
         if not self.error and (has_failed_often or is_permanent):
             self.error = self._start_error(text, kill_reason, hint)
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
@@ -458,7 +479,7 @@ class SupervisedWorker:
 
     def _start_error(self, text: str, kill_reason: str, hint: str) -> EnvStartError:
         """Return the error for a worker that is not restarted; see `_on_exit`."""
-        tries, details = self._restarts.num_failures, self._traceback
+        tries, details = self._restarts.num_tries, self._traceback
         # A message without a traceback is complete; do not add the worker's name.
         has_stack = "Traceback (most recent call last)" in details
         if details and tries <= 1 and not (has_stack or hint or kill_reason):

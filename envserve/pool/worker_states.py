@@ -103,12 +103,14 @@ class Exit:
       exit_code: Exit code as in `os.waitstatus_to_exitcode`; negative for a signal.
       error: Reason for a failed start of the process; empty if it was started.
       stderr_tail: The end of the process's stderr output.
+      lacks_resources: Whether the host had too few resources to start the process.
     """
 
     pid: int
     exit_code: int
     error: str = ""
     stderr_tail: str = ""
+    lacks_resources: bool = False
 
     @property
     def ended_by_itself(self) -> bool:

@@ -72,8 +72,9 @@ _CLOSE_SECONDS: Final = 1.0
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
 #: If the check for expired leases is late by more than this number of seconds, it is
-#: postponed by the same number of seconds.
+#: postponed by the same number of seconds, at most `_MAX_POSTPONED` times in a row.
 _LATE_SECONDS: Final = 0.5
+_MAX_POSTPONED: Final = 3
 #: Interval in seconds, and number, of the measurements of the loop's lag.
 _TICK_SECONDS: Final = 0.5
 _NUM_TICKS: Final = 20
@@ -156,6 +157,7 @@ class ServerLoop:
         )
         self._failure_throttle = LogThrottle()
         self._lease_timer: asyncio.TimerHandle | None = None
+        self._num_postponed = 0  # number of times that the timer was postponed in a row
         self._scheduled_read: asyncio.Handle | None = None
         self._fair_share = FairShare(protocol.quotas)
         self._has_ended = asyncio.Event()
@@ -193,7 +195,7 @@ class ServerLoop:
         """
         self._close_seconds = timeout_seconds / 2
         self._has_ended.clear()  # a drain may have set it
-        self._carry_out(self._protocol.stop(reason))
+        self._carry_out(self._protocol.stop(time.monotonic(), reason))
         for leased in self.pools.values():  # including pools that are already closing
             leased.begin_close(self._close_seconds)
         self._schedule_read()
@@ -227,16 +229,16 @@ class ServerLoop:
         for user in users:
             self._audit(Audit("revoked", user))
         self._carry_out(self._protocol.leases.close_users(users))
+        self._schedule_read()
 
     def disconnect(self, users: Collection[str]) -> None:
         """Disconnect users by closing all connections; ZeroMQ cannot close single ones.
 
         Sessions that the users have started since `end_sessions` also end.
         """
-        if not self._protocol.leases.is_ending:
-            self._carry_out(self._protocol.leases.close_users(users))
-            text = f"keys were revoked: {', '.join(sorted(users))}"
-            self._router.sockets.reopen(text)
+        self._carry_out(self._protocol.leases.close_users(users))
+        text = f"keys were revoked: {', '.join(sorted(users))}"
+        self._router.sockets.reopen(text)
 
     # Messages.
 
@@ -500,14 +502,17 @@ class ServerLoop:
 
     def _expire_leases(self) -> None:
         assert self._lease_timer is not None, "only the timer calls this"
-        if self._loop.time() > self._lease_timer.when() + _LATE_SECONDS:
+        is_late = self._loop.time() > self._lease_timer.when() + _LATE_SECONDS
+        if is_late and self._num_postponed < _MAX_POSTPONED:
             # This process was probably suspended. Clients may have sent messages in the
-            # meantime, so read these before any lease expires.
+            # meantime, so read these before any lease expires. The number is limited
+            # for loops that are always late.
+            self._num_postponed += 1
             self._lease_timer = self._loop.call_later(
                 _LATE_SECONDS, self._expire_leases
             )
             return
-        self._lease_timer = None
+        self._lease_timer, self._num_postponed = None, 0
         try:
             self._carry_out(self._protocol.expire_leases(self._loop.time()))
         finally:

@@ -127,8 +127,10 @@ async def serve(
         )
         if metrics is not None:
             server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
-        watch = _close_revoked(access, server) if access else _warn_of_no_keys(settings)
-        stack.callback(asyncio.create_task(watch).cancel)
+        watch = asyncio.create_task(
+            _close_revoked(access, server) if access else _warn_of_no_keys(settings)
+        )
+        stack.callback(watch.cancel)
         abort_reason = ""
         try:
             on_ready(tuple(sockets.addresses), len(names))
@@ -141,6 +143,8 @@ async def serve(
                 )
             _LOGGER.info("stopping")
         finally:
+            # The end of the sessions must not be lost with closed connections.
+            watch.cancel()
             if metrics is not None:
                 # Close the port in another thread, because a scrape may be waiting for
                 # this loop. If no thread can be started, `stack` closes the port.

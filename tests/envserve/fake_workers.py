@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from gymnasium import spaces
 
+from envserve.errors import WorkerError
 from envserve.lane import Outcome
 from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.pool.pool import Pool
@@ -96,6 +97,7 @@ class FakeLauncher:
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.can_kill = True
+        self.num_failing = 0  # number of launches that fail
         self.import_note = ""
         self.ends_in_import = False
         self.reserve = contextlib.nullcontext()  # reserves no descriptors
@@ -103,6 +105,9 @@ class FakeLauncher:
     def launch(
         self, selector: selectors.BaseSelector, selector_data: object
     ) -> WorkerProcess:
+        if self.num_failing:
+            self.num_failing -= 1
+            raise WorkerError("Too many open files")
         worker = FakeWorker(self, selector, selector_data)
         self.workers.append(worker)
         return worker.process

@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 from envserve.errors import EnvError, EnvStartError, WorkerError
 from envserve.lane import Outcome
-from envserve.pool.worker_states import WorkerState
+from envserve.pool.worker_states import Exit, WorkerState
 from envserve.slab import Status
 from envserve.spaces import codec
 from envserve.spaces.env_spec import describe
@@ -267,6 +267,41 @@ def test_a_worker_that_is_not_forked_yet_is_replaced_without_waiting(
     fake_pool.pool.invalidate("a call was interrupted")
     fake_pool.pool.submit_step([0])
     assert len(fake_pool.replace_and_collect(second).faults) == 1
+
+
+def test_a_lack_of_resources_for_a_minute_is_no_failure_of_the_env(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
+    fake_pool.start_step()
+    fake_pool.worker.die(1)
+    fake_pool.launcher.num_failing = 5  # more than `max_restarts`
+    no_memory = Exit(0, 1, "Cannot allocate memory", lacks_resources=True)
+    previous = fake_pool.worker
+    for _ in range(5):
+        while fake_pool.worker is previous:
+            assert fake_pool.pool.collect(0.0) == []
+            fake_pool.extra_seconds += 1.0
+        previous = fake_pool.worker
+        previous.close()
+        previous.process.exit = no_memory
+    assert fake_pool.pool.collect(0.0) == []
+    fake_pool.extra_seconds += 30.0
+    fake_pool.replace_and_collect(previous)
+
+
+def test_a_lack_of_resources_for_minutes_ends_a_worker(
+    fake_pool: PoolOfFakeWorkers,
+) -> None:
+    fake_pool.start_step()
+    fake_pool.worker.die(1)
+    fake_pool.launcher.num_failing = 1000
+    outcomes: list[Outcome] = []
+    while not outcomes:
+        outcomes = fake_pool.pool.collect(0.0)
+        fake_pool.extra_seconds += 1.0
+    assert isinstance(outcomes[0].error, EnvStartError)
+    assert "could not be started: Too many open files" in str(outcomes[0].error)
+    assert 60.0 < fake_pool.extra_seconds < 600.0
 
 
 def test_the_time_before_a_worker_is_forked_does_not_count_as_building_an_env(

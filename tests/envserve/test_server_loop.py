@@ -230,6 +230,46 @@ async def test_messages_are_read_before_leases_expire_after_a_suspension(
             assert await protocols[0].expired_at > protocols[0].scheduled_at + 0.4
 
 
+async def test_leases_expire_although_the_loop_is_always_late(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    protocols: list[OverdueProtocol] = []
+    loop = asyncio.get_running_loop()
+
+    def block() -> None:
+        time.sleep(0.9)
+        if not protocols[0].expired_at.done():
+            loop.call_later(0.3, block)
+
+    async with running(
+        tmp_path, launcher, lambda *args: OverdueProtocol(protocols, *args)
+    ) as (_, peer):
+        await peer.send(MessageType.ATTACH, 1, ATTACH)
+        loop.call_soon(block)
+        async with asyncio.timeout(20):
+            await protocols[0].expired_at
+
+
+async def test_messages_that_arrive_while_a_key_is_revoked_are_read(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    async with running(tmp_path, launcher) as (server_loop, peer):
+        await peer.send(MessageType.HELLO, 1, Hello().encode())
+        while not server_loop._router.sockets.has_unread():
+            pass  # each call consumes the event that wakes up the loop
+        server_loop.end_sessions(["client-1"])
+        await peer.receive(MessageType.WELCOME)
+
+
+async def test_a_draining_server_closes_the_connections_of_revoked_clients(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    async with running(tmp_path, launcher) as (server_loop, _):
+        await server_loop.drain(3600.0)
+        server_loop.disconnect(["client-1"])
+        assert server_loop._router.sockets.num_reopened == 1
+
+
 async def test_a_message_that_is_completely_discarded_closes_no_connections(
     tmp_path: Path,
     launcher: Launcher,

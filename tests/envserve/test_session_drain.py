@@ -59,7 +59,7 @@ def test_a_server_that_drains_or_stops_grants_no_leases(is_stopped: bool) -> Non
     drain(server)
     assert server.protocol.has_ended  # immediately, because there are no leases
     if is_stopped:
-        server.carry_out(server.protocol.stop(), 0.0)
+        server.carry_out(server.protocol.stop(0.0), 0.0)
     client = try_to_attach(server)
     assert isinstance(client.error, ServerDraining)
     assert isinstance(client.error, EnvsBusy)
@@ -183,7 +183,7 @@ def test_a_drain_does_not_wait_for_acknowledgements_but_a_stop_does() -> None:
     client = try_to_attach(server)
     drain(server)
     assert server.protocol.has_ended
-    server.carry_out(server.protocol.stop(), 0.0)
+    server.carry_out(server.protocol.stop(0.0), 0.0)
     assert not server.protocol.has_ended
     exchange(client, server, 0.0)
     assert server.protocol.has_ended
@@ -195,7 +195,7 @@ def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
     client.submit_step([0], 0.0)
     exchange(client, server, 0.0)
     drain(server)
-    server.carry_out(server.protocol.stop("its grace period was over"), GRACE)
+    server.carry_out(server.protocol.stop(0.0, "its grace period was over"), GRACE)
     exchange(client, server, GRACE)
     assert isinstance(client.error, LeaseLost)
     assert "drained: its grace period was over" in str(client.error)
@@ -213,7 +213,7 @@ def test_a_drain_is_over_when_every_client_was_notified() -> None:
     ended.submit_reset([Reset(0), Reset(1)], 0.0)
     exchange(ended, server, 0.0)
     server.finish_all(0.0)
-    server.carry_out(server.protocol.stop(), 0.0)
+    server.carry_out(server.protocol.stop(0.0), 0.0)
     assert not server.pools
     replies = server.take_replies()
     for client in (ended, late):
@@ -230,7 +230,19 @@ def test_a_server_that_stops_does_not_wait_for_a_client_that_has_detached() -> N
     decisions = []
     for frames in take_outgoing(client):
         decisions += server.protocol.receive((b"route", ""), frames, 0.0)
-    server.carry_out(server.protocol.stop(), 0.0)
+    server.carry_out(server.protocol.stop(0.0), 0.0)
     assert not server.protocol.has_ended
     server.carry_out(decisions, 0.0)  # its workers have exited
+    assert server.protocol.has_ended
+
+
+def test_a_server_that_stops_does_not_wait_for_a_silent_client() -> None:
+    server = FakeServer()
+    attach(server, session=1)
+    client = attach(server, 9.0, session=2)
+    server.carry_out(server.protocol.stop(10.0), 10.0)
+    assert not server.protocol.has_ended
+    for frames in server.take_replies():
+        client.receive(frames, 10.0)
+    exchange(client, server, 10.0)
     assert server.protocol.has_ended

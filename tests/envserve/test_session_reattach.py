@@ -163,7 +163,7 @@ def test_a_client_of_a_draining_server_retries_until_the_server_counts_as_lost()
     """Nobody else can lease the envs, and a new server may start soon."""
     server, client = make_pair(boot=1)
     server.carry_out(server.protocol.begin_drain(1.0), 0.0)
-    server.carry_out(server.protocol.stop("its grace period was over"), 1.0)
+    server.carry_out(server.protocol.stop(1.0, "its grace period was over"), 1.0)
     client.submit_step([0, 1], 1.0)
     now = pass_time(client, server, 1.0)
     assert now == pytest.approx(61.0, abs=1.0)

@@ -126,7 +126,7 @@ class Host(PausableProcess):
 
     def stop(self) -> None:
         if self.protocol is not None:
-            self.carry_out(self.protocol.stop())
+            self.carry_out(self.protocol.stop(self.clock.now))
             self._schedule(_STOP_SECONDS, self._end_stop)
             self._check_end()
 

@@ -76,6 +76,9 @@ _REPLY_TYPES: Final[Mapping[MessageType | int, MessageType]] = {
 #: A user can therefore request 32 rendered frames or one flight record per second.
 _FRAME_SECONDS: Final = 1 / 32
 _RECORD_SECONDS: Final = 1.0
+#: A stop does not wait for clients that have sent nothing for this number of seconds.
+#: Other clients send a PING every second.
+_SILENT_SECONDS: Final = 5.0
 
 
 class ServerProtocol:
@@ -488,10 +491,11 @@ class ServerProtocol:
             _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
         return decisions
 
-    def stop(self, why: str = "") -> list[Decision]:
+    def stop(self, now: float, why: str = "") -> list[Decision]:
         """End all sessions before the server stops.
 
         Args:
+          now: Monotonic seconds.
           why: Reason for ending a drain early, sent to the clients; "" without a drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
@@ -501,6 +505,8 @@ class ServerProtocol:
             if record.reason is not None:  # already CLOSING, not after a DETACH
                 leases.unnotified.add(record.session)
             decisions += leases.close(record, lease_lost(text))
+            if now >= record.last_message_at + _SILENT_SECONDS:
+                leases.unnotified.discard(record.session)  # its client is gone
         return decisions
 
 
