@@ -131,10 +131,7 @@ class BatchVecEnv(VecEnv):
             self.batch.drain()
         # Replace {} with None, because some envs reject all options, even empty ones.
         options = [each or None for each in self._options]
-        # With a list of None, the first reset would not use the seed of the batch.
-        has_seeds = any(seed is not None for seed in self._seeds)
-        seeds = self._seeds if has_seeds else None
-        self.batch.reset(seeds=seeds, options=options[0])
+        self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
         # reset separately. Encoded options are compared, because True equals 1, and

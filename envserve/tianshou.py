@@ -75,9 +75,7 @@ class BatchVectorEnv(BaseVectorEnv):
             self.batch.drain()
         rows = self._wrap_id(env_id)
         indices = None if env_id is None else rows
-        # With a list of None, the first reset would not use the seed of the batch.
-        seed = kwargs.get("seed")
-        seeds = None if seed is None else [seed] * len(rows)
+        seeds = [kwargs.get("seed")] * len(rows)
         observation = self.batch.reset(indices, seeds, options=kwargs.get("options"))
         infos = [dict(self.batch.reset_infos.get(int(row), {})) for row in rows]
         stacked = self._stack(observation, np.arange(len(rows)))
