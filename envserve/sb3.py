@@ -49,15 +49,16 @@ def make_vec_env(
 ) -> VecEnv:
     """Make a VecEnv, like `stable_baselines3.common.env_util.make_vec_env`.
 
-    The VecEnv is a `VecMonitor`, unless the envs already have a `Monitor` and
-    neither `monitor_file` nor `monitor_kwargs` is given.
+    The VecEnv is a `VecMonitor`, unless the envs have a `Monitor` and neither
+    `monitor_file` nor `monitor_kwargs` is given.
 
     Args:
       env: See `envserve.make_vec`.
       n_envs: Number of envs; 1 by default, or the number of functions in a list.
       addresses: Server addresses, like "tcp://sim1:5555"; by default, the envs run in
         worker processes on this host.
-      seed: The first reset of env i uses `seed + i`; a random seed by default.
+      seed: The first reset of env i uses `seed + i`, and the action space uses `seed`;
+        a random seed by default.
       monitor_file: CSV file for the return, length and time of each episode; by
         default, no file is written.
       monitor_kwargs: Other arguments of `VecMonitor`: `info_keywords` is a tuple of
@@ -66,8 +67,9 @@ def make_vec_env(
         None.
       **options: Other options of `envserve.make_vec`, such as `num_workers`,
         `env_kwargs` and `wrappers`. `wrapper_class` and `wrapper_kwargs` are accepted
-        too; `vec_env_cls`, `vec_env_kwargs`, `start_index` and SubprocVecEnv's
-        `start_method` have no effect.
+        too: unless `monitor_file` or `monitor_kwargs` is given, a `Monitor` is inside
+        this wrapper, as in Stable-Baselines3. `vec_env_cls`, `vec_env_kwargs`,
+        `start_index` and SubprocVecEnv's `start_method` have no effect.
 
     Raises:
       EnvserveError: See `envserve.make_vec`.
@@ -81,7 +83,8 @@ def make_vec_env(
     kwargs = options.pop("wrapper_kwargs", None) or {}
     if (wrapper := options.pop("wrapper_class", None)) is not None:
         wrapper = functools.partial(wrapper, **kwargs)
-        options["wrappers"] = [*(options.get("wrappers") or ()), wrapper]
+        inner = [] if addresses or monitor_file or monitor_kwargs else [Monitor]
+        options["wrappers"] = [*(options.get("wrappers") or ()), *inner, wrapper]
     fixed_options = {"autoreset": "same_step"}
     batch = make_batch(env, n_envs, addresses, fixed_options, seed=seed, **options)
     with contextlib.ExitStack() as on_error:
@@ -89,6 +92,8 @@ def make_vec_env(
         keywords = (monitor_kwargs or {}).get("info_keywords", ())
         vec_env = BatchVecEnv(batch, keywords)
         vec_env.seed(seed)
+        if seed is not None:
+            vec_env.action_space.seed(seed)
         is_monitored = vec_env.env_is_wrapped(Monitor, 0)[0]
         result: VecEnv = vec_env
         if not is_monitored or monitor_file is not None or monitor_kwargs:
@@ -131,10 +136,7 @@ class BatchVecEnv(VecEnv):
             self.batch.drain()
         # Replace {} with None, because some envs reject all options, even empty ones.
         options = [each or None for each in self._options]
-        # With a list of None, the first reset would not use the seed of the batch.
-        has_seeds = any(seed is not None for seed in self._seeds)
-        seeds = self._seeds if has_seeds else None
-        self.batch.reset(seeds=seeds, options=options[0])
+        self.batch.reset(seeds=self._seeds, options=options[0])
         infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
         # reset separately. Encoded options are compared, because True equals 1, and

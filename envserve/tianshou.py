@@ -7,6 +7,7 @@ absent envs instead of returning padding. Only this module imports Tianshou.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ class BatchVectorEnv(BaseVectorEnv):
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
         self._last_observations: list[Any] = [None] * self.env_num
+        #: Collectors draw random actions from the space of each env.
+        self._action_spaces = [
+            copy.deepcopy(batch.action_space) for _ in range(self.env_num)
+        ]
 
     def get_env_attr(self, key: str, id: Any = None) -> list[Any]:
         """Return an attribute of the selected envs, one value per env.
@@ -56,8 +61,10 @@ class BatchVectorEnv(BaseVectorEnv):
         rows = self._wrap_id(id)
         if key == "spec":
             return [gymnasium.registry.get(self.batch.spec.env_name)] * len(rows)
-        if key in ("action_space", "observation_space"):
-            return [getattr(self.batch, key)] * len(rows)
+        if key == "action_space":
+            return [self._action_spaces[row] for row in rows]
+        if key == "observation_space":
+            return [self.batch.observation_space] * len(rows)
         return self.batch.get_attr(key, rows)
 
     def set_env_attr(self, key: str, value: Any, id: Any = None) -> None:
@@ -75,9 +82,7 @@ class BatchVectorEnv(BaseVectorEnv):
             self.batch.drain()
         rows = self._wrap_id(env_id)
         indices = None if env_id is None else rows
-        # With a list of None, the first reset would not use the seed of the batch.
-        seed = kwargs.get("seed")
-        seeds = None if seed is None else [seed] * len(rows)
+        seeds = [kwargs.get("seed")] * len(rows)
         observation = self.batch.reset(indices, seeds, options=kwargs.get("options"))
         infos = [dict(self.batch.reset_infos.get(int(row), {})) for row in rows]
         stacked = self._stack(observation, np.arange(len(rows)))
@@ -110,13 +115,16 @@ class BatchVectorEnv(BaseVectorEnv):
     def seed(self, seed: Any = None) -> list[Any]:
         """Reset env i with `seed + i`, or with `seed[i]` if `seed` is a list.
 
-        Return the seeds, each in a list; without a seed, reset nothing.
+        Seed the action spaces, too. Return the seeds, each in a list; without a seed,
+        reset nothing.
         """
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
             if self.batch.num_in_flight:
                 self.batch.drain()
             self.batch.reset(seeds=list(seeds))
+            for space, each in zip(self._action_spaces, seeds, strict=True):
+                space.seed(each)
         return [[item] for item in seeds or [None] * self.env_num]
 
     def render(self, **kwargs: Any) -> list[Any]:

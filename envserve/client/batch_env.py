@@ -407,9 +407,10 @@ class BatchEnv:
 
         Args:
           env_indices: Rows to reset; None for all.
-          seeds: One seed or None per row. By default the first reset of an env uses the
-            seed that is derived from the root seed (unless `seeded` is False), and
-            later resets continue the env's random number generator.
+          seeds: One seed or None per row. By default, and if all are None, the first
+            reset of an env uses the seed that is derived from the root seed (unless
+            `seeded` is False), and later resets continue the env's random number
+            generator.
           options: Options to pass to each of these envs: plain values (numbers,
             strings, lists, dicts, arrays), at most 16 KiB in total.
 
@@ -457,6 +458,8 @@ class BatchEnv:
             is_int = isinstance(seed, int | np.integer)
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
                 raise ValueError(f"seed: expected an int in [0, 2**63); got {seed!r}")
+        if seeds is not None and all(seed is None for seed in seeds):
+            seeds = None
         self._begin()
         has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
         try:

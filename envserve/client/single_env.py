@@ -42,8 +42,7 @@ class Env(gymnasium.Env[Any, Any]):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """Start a new episode; see `gymnasium.Env.reset`."""
-        seeds = None if seed is None else [seed]
-        observation = self._batch.reset(None, seeds, options=options)
+        observation = self._batch.reset(None, [seed], options=options)
         super().reset(seed=None if seed is None else int(seed))
         self._observation = self._unbatch(observation)
         return self._observation, dict(self._batch.reset_infos.get(0, {}))

@@ -190,9 +190,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
             others = {key: options[key] for key in options if key != "reset_mask"}
             options = others
-        seeds = None
-        if seed is not None and any(item is not None for item in seed):
-            seeds = [seed[row] for row in rows.tolist()]
+        seeds = None if seed is None else [seed[row] for row in rows.tolist()]
         is_whole = len(rows) == self.num_envs
         self._batch.send_reset(None if is_whole else rows, seeds, options=options)
 

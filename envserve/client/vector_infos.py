@@ -47,8 +47,8 @@ def batch_infos(
       For each key, an array `[num_envs, ...]`; and under the same key with prefix "_",
       a mask of the rows that have the key, bool `[num_envs]`. Nested dicts are batched
       in the same way. Numbers and arrays are stored with the dtype and shape of the
-      first row that has the key. All other values, and values that do not fit this
-      dtype and shape, are stored as an array of objects.
+      first row that has the key. All other values, values that do not fit this dtype
+      and shape, and the values of "final_obs", are stored as an array of objects.
     """
     return _batch(infos, num_envs, _FillBudget(_MAX_UNFILLED_BYTES))
 
@@ -87,7 +87,8 @@ def _batch(
         rows = [*range(part.start, part.stop)]
         for key, is_python, array in part.columns():
             is_array = is_python or array.ndim > 1 or array.dtype != np.bool_
-            if is_array and len(rows) == num_envs and key not in columns:
+            is_array = is_array and key not in columns and key != "final_obs"
+            if is_array and len(rows) == num_envs:
                 batched[key], mask = array.copy(), all_rows.copy()
                 batched[f"_{key}"] = masks[f"_{key}"] = mask
             else:
@@ -102,7 +103,7 @@ def _batch(
         if not budget.take(num_unfilled, _ELEMENT_BYTES):
             omitted.append(key)
             continue
-        batched[key] = _batch_column(parts, num_envs, num_unfilled, budget)
+        batched[key] = _batch_column(key, parts, num_envs, num_unfilled, budget)
         mask = np.zeros(num_envs, np.bool_)
         batched[f"_{key}"] = masks[f"_{key}"] = mask
         _write(mask, [(rows, True) for rows, _ in parts])
@@ -116,21 +117,27 @@ def _batch(
 
 
 def _batch_column(
-    parts: Sequence[_Part], num_envs: int, num_unfilled: int, budget: _FillBudget
+    key: str,
+    parts: Sequence[_Part],
+    num_envs: int,
+    num_unfilled: int,
+    budget: _FillBudget,
 ) -> Any:
+    is_batched = key != "final_obs"  # Gymnasium never batches its values
     first = parts[0][1][0]
     kind, shape = type(first), ()
     if isinstance(first, np.ndarray):
         kind, shape = first.dtype, first.shape
     is_array = isinstance(first, np.ndarray) and budget.take(num_unfilled, first.nbytes)
-    if is_array or kind in _NUMBERS or isinstance(first, np.number):
+    is_array = is_array or kind in _NUMBERS or isinstance(first, np.number)
+    if is_batched and is_array:
         array = np.zeros((num_envs, *shape), kind)
         # This fails if other rows have None, or arrays of other shapes.
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             _write(array, parts)
             return array
     values = {r: v for rows, vs in parts for r, v in zip(rows, vs, strict=True)}
-    if all(isinstance(value, dict) for value in values.values()):
+    if is_batched and all(isinstance(value, dict) for value in values.values()):
         return _batch(values, num_envs, budget)
     array = np.full(num_envs, None, object)
     for row, value in values.items():

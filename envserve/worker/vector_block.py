@@ -214,11 +214,9 @@ class VectorBlock:
         """
         rows, deferred = self._block, self._deferred
         assert deferred is not None, "the caller has checked this"
-        seeds = None
-        if self._config.seeded:
-            pairs = zip(deferred, self._seeds, strict=True)
-            seeds = [seed if is_deferred else None for is_deferred, seed in pairs]
-        reset_infos = self._reset(seeds, deferred)
+        # Without seeds, because some vector envs accept no seeds with a reset mask. The
+        # reset that seeded the new env has already seeded these rows.
+        reset_infos = self._reset(None, deferred)
         for array in (rows.reward, rows.terminated, rows.truncated):
             array[deferred] = 0
         ended = rows.terminated | rows.truncated

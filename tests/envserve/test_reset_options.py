@@ -60,6 +60,15 @@ def test_each_row_has_a_seed_or_none(batch: BatchEnv) -> None:
     assert reset_info(batch, "seed") == dict.fromkeys(range(3))
 
 
+def test_the_first_reset_with_only_none_as_seeds_uses_the_root_seed(
+    make_batch: MakeBatch,
+) -> None:
+    batch = make_batch(RESET, 2, 1, seed=1, infos="all")
+    batch.reset(seeds=[None, None])
+    seeds = {row: env_seed(1, row, 0) for row in range(2)}
+    assert reset_info(batch, "seed") == seeds
+
+
 @pytest.mark.parametrize("spare_envs", [False, True])
 @pytest.mark.parametrize("seeded", [False, True])
 def test_first_resets_have_seeds_if_the_batch_is_seeded(

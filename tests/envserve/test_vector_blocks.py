@@ -173,10 +173,11 @@ def test_rows_that_are_not_reset_after_a_fault_begin_in_the_next_step(
         np.testing.assert_equal(final[0], leaf[0])
 
 
+@pytest.mark.parametrize("kind", ["masked", "masked_without_seeds"])
 def test_the_first_row_may_begin_in_the_next_step_after_a_fault(
-    make_batch: MakeBatch,
+    make_batch: MakeBatch, kind: str
 ) -> None:
-    options = {"env_kwargs": {"fault": "raise", "kind": "masked"}, "infos": "all"}
+    options = {"env_kwargs": {"fault": "raise", "kind": kind}, "infos": "all"}
     batch = faulty(make_batch, "raise", seed=3, **options)
     for _ in range(3):
         batch.step([3, 0, 0, 0])

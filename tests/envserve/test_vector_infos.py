@@ -42,6 +42,9 @@ def gymnasium_infos(infos: dict[int, dict[str, Any]]) -> dict[str, Any]:
         {0: {"a": np.ones(2)}, 1: {"a": 2.0}, 2: {"a": 3.0}},
         {0: {"a": np.ones(2)}, 2: {"a": np.ones(1)}},
         {0: {"a": 1, "_a": 5, "b": "text"}, 2: {"a": 2, "_a": 6}},
+        {0: {"final_obs": np.ones(2)}, 2: {"final_obs": np.zeros(2)}},
+        {row: {"final_obs": row} for row in range(3)},
+        {0: {"a": {"final_obs": 1.5}}, 2: {"final_obs": {"b": 1}}},
     ],
     ids=repr,
 )

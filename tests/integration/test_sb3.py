@@ -63,6 +63,10 @@ def masked(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[An
 def test_the_same_seed_returns_the_rows_and_infos_of_sb3_envs(name: str) -> None:
     ours, theirs = make_vec_env(name, 4, seed=3), own_make_vec_env(name, 4, seed=3)
     generator = np.random.default_rng(0)
+    samples = [
+        [envs.action_space.sample() for _ in range(9)] for envs in (ours, theirs)
+    ]
+    assert samples[0] == samples[1]
     num_actions = theirs.action_space.n
     np.testing.assert_array_equal(ours.reset(), theirs.reset())
     episodes = 0
@@ -171,6 +175,11 @@ def test_arguments_of_sb3_are_accepted() -> None:
         envs = make("CartPole-v1", 2, 7, **given)
         first = envs.reset()
         assert envs.step(np.zeros(2, np.int64))[1].tolist() == [3, 3]
+        dones = np.zeros(2)
+        while not dones.any():
+            _, _, dones, infos = envs.step(np.zeros(2, np.int64))
+        episode = infos[int(dones.argmax())]["episode"]
+        assert episode["r"] == episode["l"]  # without the factor of the wrapper
         envs.seed(7)
         assert np.array_equal(envs.reset(), first)
         envs.close()

@@ -47,6 +47,9 @@ def test_any_rows_equal_those_of_tianshous_vector_env(
     for envs in both:
         envs.seed(3)
     check_equal(*(envs.reset() for envs in both))
+    if name != ENV_NAME:  # whose envs share one action space
+        samples = [[space.sample() for space in envs.action_space] for envs in both]
+        assert samples[0] == samples[1]
     num_actions = theirs.action_space[0].n
     num_resets = 0
     for _ in range(120):

@@ -76,12 +76,23 @@ class WalksEnv(SyncVectorEnv):
         self, num_envs: int, mode: str, fault: str = "", kind: str = ""
     ) -> None:
         super().__init__([WalkEnv] * num_envs, autoreset_mode=AutoresetMode[mode])
-        if kind == "masked":
+        self._kind = kind
+        if kind:
             self.metadata = {**self.metadata, "reset_mask": True}
         self.level = 1
         self._fault = fault
         if fault == "uneven":  # the blocks have different shapes
             self.single_observation_space = spaces.Box(0, 1, (num_envs,))
+
+    def reset(
+        self,
+        *,
+        seed: int | list[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Any, dict[str, Any]]:
+        if self._kind == "masked_without_seeds" and seed is not None and options:
+            raise ValueError("expected no options with seeds")  # as EnvPool's envs
+        return super().reset(seed=seed, options=options)
 
     def step(self, actions: Any) -> Any:
         if actions[0] == 3 and self._fault in FAILURES:
