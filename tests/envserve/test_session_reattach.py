@@ -14,7 +14,7 @@ from envserve.errors import (
     ServerLost,
     UnknownEnv,
 )
-from envserve.lane import Reset
+from envserve.lane import Outcome, Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
 from envserve.session.server.server_protocol import ServerProtocol
@@ -26,6 +26,7 @@ from envserve.wire.message import Buffer, decode
 from tests.envserve.session_fakes import (
     FakePool,
     FakeServer,
+    absent_blocks,
     advance_to,
     attach,
     attach_and_restart,
@@ -34,6 +35,7 @@ from tests.envserve.session_fakes import (
     collect,
     exchange,
     finish,
+    make_call,
     make_client,
     make_pair,
     pass_time,
@@ -258,15 +260,42 @@ def test_with_padding_a_client_retries_after_it_has_given_up() -> None:
     assert isinstance(client.give_up_error, ServerLost)
     advance_to(client, 300.0)
     assert not state_of(client).is_over
-    assert collect(client) == []
-    assert client.client_blocks.absent == {0, 1}
+    assert collect(client) == [Outcome(1)]
+    assert absent_blocks(client) == {0}
     restarted = FakeServer(boot=2)
     client.record_connect(300.0)
-    first, second = finish(client, restarted, 301.0)
-    assert [len(first.faults), len(second.faults)] == [2, 0]
+    (outcome,) = finish(client, restarted, 301.0)
+    assert len(outcome.faults) == 2
     assert client.give_up_error is None
+    client.submit_step([1], 301.0)
+    (outcome,) = finish(client, restarted, 301.0)
+    assert len(outcome.faults) == 2
     step_all(client, restarted, 301.0)
     assert client.rows.status.tolist() == OK
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_after_giving_up_resets_do_nothing_and_calls_fail(is_early: bool) -> None:
+    client = attach_and_step(timeouts=Timeouts(pads_lost_rows=True))
+    before = client.rows.observation[0].copy()
+    client.invalidate("for the test", 1.0)
+    client.record_disconnect(1.0)
+    times = (1.0, 61.0) if is_early else (61.0, 61.0)
+    advance_to(client, times[0])
+    client.submit_reset([Reset(0)], times[0])
+    client.submit_call([make_call([2], "call", "render", block=1)], times[0])
+    advance_to(client, times[1])
+    reset, call = collect(client)
+    assert reset == Outcome(0)
+    assert (call.block, call.error) == (1, client.give_up_error)
+    assert client.num_in_flight == 0
+    assert (client.rows.observation[0] == before).all()
+    client.record_connect(62.0)
+    restarted = FakeServer(boot=2)
+    exchange(client, restarted, 62.0)
+    assert client.give_up_error is None
+    client.submit_step([0, 1], 62.0)
+    check_lost(client, finish(client, restarted, 62.0), last=3)
 
 
 def test_a_client_that_has_given_up_remains_so_until_the_next_lease() -> None:

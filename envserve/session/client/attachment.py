@@ -196,9 +196,6 @@ class Attachment:
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
         """Change to READY, and send the requests that are in flight."""
-        if blocks.is_vacant and self.lost_lease is not None:
-            self.lost_lease.lost_at = now  # the first lease, so none was lost before
-        blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
         self.machine.change_to(ClientState.READY)
@@ -208,6 +205,8 @@ class Attachment:
             if (more := self.throttle.admit("lease", now)) is not None:
                 _LOGGER.log(level, "%s: %s%s", self.address, text, more)
             if self.lost_lease.stalled_address != self.address:
+                if self.lost_lease.give_up_error is not None:
+                    self.lost_lease.lost_at = now  # if it is lost, wait again
                 self.lost_lease.give_up_error = None
             if not blocks.in_flight:
                 self.lost_lease = None
@@ -451,6 +450,7 @@ class Attachment:
         if self.lost_lease is not None:
             self.lost_lease.give_up_error = error
             self.lost_lease.stalled_address = self.address if is_stalled else ""
+        self.client_blocks.give_up(error)
 
     # Changing servers. Blocks, rows and operations in flight are kept.
 
@@ -465,7 +465,6 @@ class Attachment:
         blocks = make_blocks(self.attach.num_envs, per_split, self.attach.num_splits)
         error = ServerLost("no server is available for these rows yet")
         self.client_blocks = self._create_blocks(like.spec, blocks)
-        self.client_blocks.is_vacant = True
         self.client_blocks.mark_lost(error)
         self.lost_lease = LostLease(error, now, give_up_error=error)
 
