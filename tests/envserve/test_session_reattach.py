@@ -190,19 +190,35 @@ def test_a_rejected_attach_is_retried_under_the_same_session() -> None:
     assert 11 not in sessions
 
 
-def test_a_build_that_fails_after_a_restart_is_requested_again() -> None:
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_build_that_the_server_fails_after_a_restart_is_requested_again(
+    is_broken: bool,
+) -> None:
     """The request uses a new session, because the server has ended the first one."""
     client, restarted = attach_and_restart(builds_at_once=False)
     client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     (session,) = restarted.pools
-    error = ServerError("the pool broke")
-    restarted.carry_out(restarted.protocol.pool_broken(session, error), 1.0)
+    protocol, error = restarted.protocol, ServerError("no descriptors are left")
+    fail = protocol.pool_broken if is_broken else protocol.pool_failed
+    restarted.carry_out(fail(session, error), 1.0)
     restarted.pools.clear()
     restarted.builds_at_once = True
     pass_time(client, restarted, 1.0, until=5.0)
     assert state_of(client) is ClientState.READY
     assert session not in restarted.pools
+
+
+def test_an_env_that_raises_after_a_restart_is_an_error() -> None:
+    client, restarted = attach_and_restart(builds_at_once=False)
+    client.record_connect(1.0)
+    exchange(client, restarted, 1.0)
+    (session,) = restarted.pools
+    error = EnvStartError("no luck", remote_traceback="Traceback: boom")
+    restarted.carry_out(restarted.protocol.pool_failed(session, error), 1.0)
+    exchange(client, restarted, 1.0)
+    assert isinstance(client.error, EnvStartError)
+    assert client.error.remote_traceback == "Traceback: boom"
 
 
 class DifferentBlocks(FakePool):

@@ -41,7 +41,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, did_you_mean
 from envserve.wire.bodies import Attach, Granted
-from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.error_body import ErrorBody, exception_of
 from envserve.wire.handshake import Hello, Welcome, check_versions
 from envserve.wire.message import Message
@@ -332,7 +332,10 @@ class Attachment:
                 hint += "server with `envserve start --import MODULE`"
             error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
-        is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
+        is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL) or (
+            # The server lacked a resource, such as memory.
+            body.code is ErrorCode.ENV_START_FAILED and body.executed is Executed.NO
+        )
         if self.client_blocks is not None and is_lost:
             self.lose_lease(error, now)
         elif self.lost_lease is None or not (self.is_recovering and is_temporary):
