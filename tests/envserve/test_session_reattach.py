@@ -10,6 +10,7 @@ import pytest
 from envserve.errors import (
     EnvStartError,
     LeaseLost,
+    RemoteProtocolError,
     ServerError,
     ServerLost,
     UnknownEnv,
@@ -22,7 +23,7 @@ from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
-from envserve.wire.message import Buffer, decode
+from envserve.wire.message import Buffer, decode, encode
 from tests.envserve.session_fakes import (
     FakePool,
     FakeServer,
@@ -249,6 +250,23 @@ def test_an_env_that_is_no_longer_offered_is_an_error() -> None:
     assert isinstance(client.error, UnknownEnv)
     errors = [item.error for item in collect(client)]
     assert [isinstance(error, UnknownEnv) for error in errors] == [True, True]
+
+
+def test_an_invalid_result_of_a_former_server_does_not_reject_the_next_one() -> None:
+    server, client = make_pair(boot=1)
+    client.submit_step([0, 1], 1.0)
+    exchange(client, server, 1.0)
+    server.finish_all(1.0)
+    for frames in server.take_replies():
+        message = decode(frames)
+        message.body = b"\xff" * len(message.body)
+        client.receive(encode(message), 1.0)
+    client.attachment.move_to("tcp://other:1", 2.0)
+    errors = [type(outcome.error) for outcome in collect(client)]
+    assert errors == [RemoteProtocolError] * 2
+    assert not client.attachment.is_rejected
+    client.submit_step([0, 1], 2.0)
+    check_lost(client, finish(client, FakeServer(boot=2), 2.0), last=0)
 
 
 # Time limits.

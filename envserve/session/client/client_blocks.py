@@ -70,7 +70,8 @@ class ClientBlocks:
       absent: Indices of blocks in flight whose envs were absent at the last
         `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
-      protocol_error: Protocol violation in a collected result; None if there was none.
+      protocol_error: Protocol violation in a collected result of the current lease;
+        None if there was none.
     """
 
     def __init__(
@@ -446,7 +447,9 @@ class ClientBlocks:
                         outcomes = [self._defer_reset(outcomes[0])]
                 except RemoteProtocolError as violation:
                     error = RemoteProtocolError(f"{self.address}: {violation}")
-                    self.protocol_error = error
+                    # The server of a lost lease may be a different one.
+                    if self.lost.keys().isdisjoint(o.block for o in outcomes):
+                        self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
             collected += outcomes
         if self._finals_written:
