@@ -311,7 +311,10 @@ class Lane(Protocol):
 
     @property
     def give_up_error(self) -> EnvserveError | None:
-        """Error to raise instead of waiting for absent envs; None to keep waiting."""
+        """Error to raise instead of waiting for absent envs; None to keep waiting.
+
+        While there is one, resets end without an effect, and calls fail with it.
+        """
 
     def finish_start(self, deadline: float) -> None:
         """Wait until all envs are built.

@@ -27,9 +27,8 @@ class Absence:
     """The late steps of a batch, and the rows that are padding.
 
     A step becomes late when its caller gets padding instead of its result, or when an
-    interrupt ends the call. The first step of a lost block is late from its start if
-    `LaneGroup.start_reset` submits it. A late step still runs, and nothing else is
-    submitted to its block until it has finished.
+    interrupt ends the call. A late step still runs, and nothing else is submitted to
+    its block until it has finished.
 
     Attributes:
       late_steps: Positions of blocks with a late step that no caller waits for.

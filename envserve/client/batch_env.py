@@ -324,9 +324,10 @@ class BatchEnv:
             as running, or take to rebuild envs; after that, it counts as lost. 3600 by
             default, far more than servers allow unless their timeouts were raised.
           on_server_lost: Reaction if a server is lost and no other server has enough
-            free envs. "raise" raises ServerLost. "pad" continues with padding
-            until a server is found, and raises ServerLost only if the whole batch is
-            padding.
+            free envs. "raise" raises ServerLost; the batch must then be closed. "pad"
+            continues with padding until a server is found: resets skip the rows of the
+            lost server, and calls of these rows raise ServerLost. Steps and resets
+            raise it only if the whole batch is padding.
           num_servers: Number of servers to spread the envs over; by default, all
             servers whose address is known now. Servers that are found later can replace
             lost ones.
@@ -422,7 +423,7 @@ class BatchEnv:
             no env was reset.
           EnvError: An env rejected its seed or the options, and was reset without them.
             Reset all envs before the next step.
-          ServerError: A server was lost.
+          ServerError: A server was lost. Reset all envs before the next step.
         """
         pending = self._pending_reset
         try:

@@ -17,6 +17,7 @@ the flag. See the decision "An interrupt inside an operation invalidates the lan
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -25,7 +26,13 @@ from typing import Any, Final
 from envserve.client.absence import Absence, DeferredOutcome
 from envserve.client.outcome_queue import OutcomeQueue
 from envserve.client.row_set import BatchBlock, BatchBlocks, LanePart, RowSet
-from envserve.errors import CallError, EnvserveError, EnvTimeout, LocalProtocolError
+from envserve.errors import (
+    CallError,
+    EnvserveError,
+    EnvTimeout,
+    LocalProtocolError,
+    ServerLost,
+)
 from envserve.lane import Call, Lane, Outcome, Reset, pop_harmless_mark
 from envserve.slab import Array
 
@@ -171,8 +178,8 @@ class LaneGroup:
         """Return the positions in `waiting` whose blocks are padding now."""
         absent = self.queue.absent()
         self.absence.pad(absent, waiting, time.monotonic())
-        if len(absent) == len(self.blocks) and (error := self.queue.give_up_error()):
-            raise error
+        if waiting <= absent and not self.queue.outcomes:
+            self._raise_if_all_have_given_up()
         return self.absence.padded
 
     def release(self, positions: Set[int]) -> None:
@@ -210,37 +217,22 @@ class LaneGroup:
 
         Returns:
           Positions of the blocks, for `finish_reset`.
+
+        Raises:
+          ServerLost: Every lane has given up; nothing was started.
         """
         resets = _resets_of(self.blocks, env_indices, seeds, options)
         # Clean up all blocks, because the caller may also read rows that are not reset.
         self._clean_up(range(len(self.blocks)))
-        if self.queue.give_up_error() is None:
-            lost = {
-                position
-                for position in resets.keys() - self.in_flight
-                if self.blocks[position].lane.give_up_error is not None
-            }
-            if lost:
-                self._start_late_steps(lost)
-            for position in lost:
+        for position in resets.keys() & self.absence.late_steps:
+            with contextlib.suppress(ServerLost):
+                self._wait_for({position})
+            # The late step may never finish, and reports the end of the episodes.
+            if self.blocks[position].lane.give_up_error is not None:
                 del resets[position]
+        self._raise_if_all_have_given_up()
         self.start(resets)
         return resets.keys()
-
-    def _start_late_steps(self, lost: Set[int]) -> None:
-        """Start late steps of lost blocks that have none, instead of resetting them.
-
-        A reset would wait for a server that may never be back. The first step of a lost
-        block resets its envs, and reports the end of their episodes.
-        """
-        self.queue.is_updating = True
-        for position in lost - self.absence.late_steps:
-            self._submit_step(self.blocks[position])
-            self.absence.late_steps.add(position)
-        self.queue.is_updating = False
-        # The lane writes the last observation of a block that has become absent.
-        if waiting := lost - self.queue.outcomes.keys():
-            self.queue.collect(0.0, waiting, len(waiting))
 
     def finish_reset(
         self, positions: Set[int], deadline: float
@@ -257,13 +249,19 @@ class LaneGroup:
         Raises:
           EnvTimeout: The reset has not finished in time; call this again to wait
             longer.
+          ServerLost: Every lane has given up.
         """
         outcomes = self.finish_call(positions, deadline)
+        self._raise_if_all_have_given_up()
         return {
             row + self.blocks[position].offset: info
             for position, outcome in zip(sorted(positions), outcomes, strict=True)
             for row, info in outcome.infos.items()
         }
+
+    def _raise_if_all_have_given_up(self) -> None:
+        if (error := self.queue.give_up_error()) is not None:
+            raise error
 
     def start(self, operations: Mapping[int, Reset] | Mapping[int, Call]) -> None:
         """Start resets or attribute accesses, once their blocks are idle.
@@ -272,17 +270,14 @@ class LaneGroup:
           operations: Maps block positions to operations of the same kind.
 
         Raises:
-          ServerLost: A lane of these blocks has given up; nothing was started.
+          ServerLost: A lane has given up while a late step of these blocks was running;
+            nothing was started.
         """
         positions: Set[int] = operations.keys()
         if not self.in_flight.isdisjoint(positions):
             raise self.blocks.in_flight_error(positions & self.in_flight)
         self._clean_up(positions)
         self._wait_for(positions & self.absence.late_steps)
-        for position in positions:
-            # Once started, the operation would also block the next steps.
-            if (error := self.blocks[position].lane.give_up_error) is not None:
-                raise error
         self.queue.is_updating = True
         by_lane: dict[Lane, dict[int, Any]] = {}
         for position, operation in operations.items():
@@ -357,9 +352,10 @@ class LaneGroup:
 
         Raises:
           EnvTimeout: The operations have not finished before the deadline.
+          ServerLost: A lane of late steps has given up. Resets and calls end.
         """
         while waiting := positions - self.queue.outcomes.keys():
-            for position in waiting & self.queue.absent():
+            for position in (waiting & self.queue.absent()) - self._called:
                 error = self.blocks[position].lane.give_up_error
                 if error is not None:
                     raise error
@@ -386,17 +382,14 @@ class LaneGroup:
         for blocks in (self._called, self._cancelled, self._deferred):
             blocks.clear()
         for position in self.in_flight:
-            self._submit_step(self.blocks[position])
+            block = self.blocks[position]
+            try:
+                block.lane.submit_step((block.lane_block,))
+            except BaseException as error:
+                # Not harmless for the batch: other blocks are not submitted yet.
+                pop_harmless_mark(error)
+                raise
         self.queue.is_updating = False
-
-    def _submit_step(self, block: BatchBlock) -> None:
-        """Submit a step of one of several blocks."""
-        try:
-            block.lane.submit_step((block.lane_block,))
-        except BaseException as error:
-            # Not harmless for the batch: other blocks are not submitted yet.
-            pop_harmless_mark(error)
-            raise
 
     def _clean_up(self, positions: Iterable[int]) -> None:
         """Wait for interrupted or cancelled operations, and discard their results."""

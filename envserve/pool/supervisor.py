@@ -477,19 +477,19 @@ class SupervisedWorker:
         self._set_state(WorkerState.ENDED if self.error else WorkerState.BACKOFF)
         return [Lost(self._kill_status, text)]
 
-    def _start_error(self, text: str, kill_reason: str, hint: str) -> EnvStartError:
+    def _start_error(self, text: str, kill_reason: str, hint: str) -> EnvserveError:
         """Return the error for a worker that is not restarted; see `_on_exit`."""
         tries, details = self._restarts.num_tries, self._traceback
         # A message without a traceback is complete; do not add the worker's name.
         has_stack = "Traceback (most recent call last)" in details
         if details and tries <= 1 and not (has_stack or hint or kill_reason):
             return EnvStartError(details.rstrip())
-        return EnvStartError(
-            f"{self.label} failed{'' if tries == 1 else f' {tries} times in a row'} to "
-            f"run {self._config.env_name}"
-            f"{hint if details else f': it {text}{self.stderr_note}'}",
-            remote_traceback=details,
-        )
+        times = "" if tries == 1 else f" {tries} times in a row"
+        failed = f"{self.label} failed{times} to run {self._config.env_name}"
+        if self.exit and self.exit.error and not self._launcher.ends_in_import:
+            return WorkerError(f"{failed}: it {text}")
+        reason = hint if details else f": it {text}{self.stderr_note}"
+        return EnvStartError(f"{failed}{reason}", remote_traceback=details)
 
     def __repr__(self) -> str:
         return f"<{self.label}, {self.state.name}, {self.process!r}>"

@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from envserve.errors import (
     EnvserveError,
-    EnvStartError,
     KeyFileError,
     RemoteProtocolError,
     ServerError,
@@ -433,7 +432,7 @@ class ServerLoop:
         except EnvserveError as error:
             return self._protocol.pool_failed(session, error)
         except OSError as error:  # no descriptors, processes or memory are left
-            failure = EnvStartError(
+            failure = ServerError(
                 f"cannot start workers now: {error}; end other sessions, or raise "
                 f"the server's limits (ulimit -n, ulimit -u)"
             )

@@ -292,9 +292,10 @@ class ScriptedLane(FakeLane):
         self.timeouts.append(timeout_seconds)
         if sum(self.timeouts) >= self.gives_up_after:
             self.give_up_error = ServerLost("the server is lost")
+        ended = self.end_after_giving_up()
         finished = [block for block in self.running if not self.delays.get(block)]
         self.delays = {block: n - 1 for block, n in self.delays.items() if n}
-        return [self.finish(block) for block in finished]
+        return ended + [self.finish(block) for block in finished]
 
 
 def test_each_absence_of_a_block_gets_the_full_waiting_time() -> None:
@@ -448,12 +449,76 @@ def test_a_reset_does_not_wait_for_a_lost_server() -> None:
             assert result.status.tolist() == [Status.OK] * 2 + [Status.PENDING] * 2
             assert result.observation[2:].tolist() == last[2:].tolist()
         lanes[0].give_up_error = ServerLost("the second is lost")
-        with pytest.raises(ServerLost, match="the first is lost"):
+        with pytest.raises(ServerLost, match="the second is lost"):
             batch.reset()
         lanes[0].give_up_error = lanes[1].give_up_error = None
         lanes[1].faults.end = 1.0
         batch.reset()
         assert batch.step(actions).valid.all()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_reset_skips_rows_whose_server_counts_as_lost_meanwhile(
+    is_late: bool,
+) -> None:
+    lanes = [ScriptedLane(2), ScriptedLane(2)]
+    with BatchEnv(lanes, padding_after=0.0) as batch:
+        batch.reset()
+        last = batch.step([1] * 4).observation
+        gone = lanes[1]
+        gone.invalidate("for the test")
+        gone.missing, gone.delays = {0, 1}, {0: 999, 1: 999}
+        if is_late:
+            assert batch.step([1] * 4).status.tolist() == [0, 0, *[Status.PENDING] * 2]
+        gone.gives_up_after = 0.0
+        first = batch.reset()
+        assert gone.give_up_error is not None
+        assert first[:2, 1].tolist() == [0, 0]
+        assert first[2:].tolist() == last[2:].tolist()
+        for _ in range(2):
+            result = batch.step([1] * 4)
+            assert result.status.tolist() == [0, 0, *[Status.PENDING] * 2]
+            assert result.observation[2:].tolist() == last[2:].tolist()
+
+
+def test_a_batch_can_be_used_after_a_server_was_lost_during_a_call() -> None:
+    lanes = [ScriptedLane(2), ScriptedLane(2)]
+    with BatchEnv(lanes, padding_after=0.0) as batch:
+        batch.reset()
+        gone = lanes[1]
+        gone.invalidate("for the test")
+        gone.missing, gone.delays = {0, 1}, {0: 999, 1: 999}
+        gone.gives_up_after = 0.0
+        for _ in range(2):
+            with pytest.raises(ServerLost):
+                batch.call_each("name")
+            assert batch.step([1] * 4).valid.tolist() == [True, True, False, False]
+            batch.reset()
+
+
+def test_a_reset_raises_server_lost_if_the_only_server_is_lost_meanwhile() -> None:
+    lane = ScriptedLane(2)
+    with BatchEnv([lane]) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0, 1}, {0: 999, 1: 999}
+        lane.gives_up_after = sum(lane.timeouts) + 3.0
+        for _ in range(2):
+            with pytest.raises(ServerLost):
+                batch.reset()
+        lane.give_up_error, lane.gives_up_after, lane.delays = None, math.inf, {}
+        batch.reset()
+        assert batch.step([1, 1]).valid.all()
+
+
+def test_idle_rows_of_lost_servers_are_no_reason_to_return_only_padding() -> None:
+    lane = ScriptedLane(2)
+    with BatchEnv([lane], padding_after=0.0) as batch:
+        batch.reset()
+        lane.missing, lane.delays = {0, 1}, {0: 999}
+        lane.give_up_error = ServerLost("the server is lost")
+        batch.send([1], [0])
+        with pytest.raises(ServerLost):
+            batch.recv()
 
 
 def test_there_is_no_padding_after_an_interrupt_if_steps_wait_without_limit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import select
 import signal
@@ -18,7 +19,7 @@ from envserve.client.link.connection import Connection
 from envserve.client.link.remote_lane import RemoteLane
 from envserve.client.link.session_driver import SessionDriver
 from envserve.errors import ConnectError, EnvStartError, LocalProtocolError, ServerLost
-from envserve.session.client import requests
+from envserve.session.client import client_session, requests
 from envserve.session.client.liveness import Timeouts
 from envserve.slab import Status
 from envserve.spaces import codec
@@ -260,6 +261,32 @@ def test_closing_takes_no_longer_than_two_seconds_if_the_server_hangs(
         return seconds
 
     assert fastest(attempt, 4.0) < 4.0
+
+
+def test_closing_does_not_wait_for_a_keepalive_thread_that_is_blocked(
+    serve: Serve, attach: Attach, wait_until: WaitUntil
+) -> None:
+    lane = attach(server := serve())
+    is_blocked, may_continue, has_continued = (threading.Event() for _ in range(3))
+
+    def block(_: logging.LogRecord) -> bool:
+        is_blocked.set()
+        may_continue.wait(60)
+        has_continued.set()
+        return False
+
+    logger = logging.getLogger(client_session.__name__)
+    logger.addFilter(block)
+    try:
+        server.signal(signal.SIGKILL)
+        assert is_blocked.wait(60)
+        lane.close()
+        assert not has_continued.is_set()
+    finally:
+        logger.removeFilter(block)
+        may_continue.set()
+    name = f"keepalive of {server.address}"
+    wait_until(lambda: all(each.name != name for each in threading.enumerate()))
 
 
 def test_lanes_build_their_envs_concurrently(

@@ -10,11 +10,12 @@ import pytest
 from envserve.errors import (
     EnvStartError,
     LeaseLost,
+    RemoteProtocolError,
     ServerError,
     ServerLost,
     UnknownEnv,
 )
-from envserve.lane import Reset
+from envserve.lane import Outcome, Reset
 from envserve.session.client.client_session import ClientSession
 from envserve.session.client.liveness import Timeouts
 from envserve.session.server.server_protocol import ServerProtocol
@@ -22,10 +23,11 @@ from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
 from envserve.wire.constants import MessageType
-from envserve.wire.message import Buffer, decode
+from envserve.wire.message import Buffer, decode, encode
 from tests.envserve.session_fakes import (
     FakePool,
     FakeServer,
+    absent_blocks,
     advance_to,
     attach,
     attach_and_restart,
@@ -34,6 +36,7 @@ from tests.envserve.session_fakes import (
     collect,
     exchange,
     finish,
+    make_call,
     make_client,
     make_pair,
     pass_time,
@@ -188,19 +191,35 @@ def test_a_rejected_attach_is_retried_under_the_same_session() -> None:
     assert 11 not in sessions
 
 
-def test_a_build_that_fails_after_a_restart_is_requested_again() -> None:
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_build_that_the_server_fails_after_a_restart_is_requested_again(
+    is_broken: bool,
+) -> None:
     """The request uses a new session, because the server has ended the first one."""
     client, restarted = attach_and_restart(builds_at_once=False)
     client.record_connect(1.0)
     exchange(client, restarted, 1.0)
     (session,) = restarted.pools
-    error = ServerError("the pool broke")
-    restarted.carry_out(restarted.protocol.pool_broken(session, error), 1.0)
+    protocol, error = restarted.protocol, ServerError("no descriptors are left")
+    fail = protocol.pool_broken if is_broken else protocol.pool_failed
+    restarted.carry_out(fail(session, error), 1.0)
     restarted.pools.clear()
     restarted.builds_at_once = True
     pass_time(client, restarted, 1.0, until=5.0)
     assert state_of(client) is ClientState.READY
     assert session not in restarted.pools
+
+
+def test_an_env_that_raises_after_a_restart_is_an_error() -> None:
+    client, restarted = attach_and_restart(builds_at_once=False)
+    client.record_connect(1.0)
+    exchange(client, restarted, 1.0)
+    (session,) = restarted.pools
+    error = EnvStartError("no luck", remote_traceback="Traceback: boom")
+    restarted.carry_out(restarted.protocol.pool_failed(session, error), 1.0)
+    exchange(client, restarted, 1.0)
+    assert isinstance(client.error, EnvStartError)
+    assert client.error.remote_traceback == "Traceback: boom"
 
 
 class DifferentBlocks(FakePool):
@@ -233,6 +252,23 @@ def test_an_env_that_is_no_longer_offered_is_an_error() -> None:
     assert [isinstance(error, UnknownEnv) for error in errors] == [True, True]
 
 
+def test_an_invalid_result_of_a_former_server_does_not_reject_the_next_one() -> None:
+    server, client = make_pair(boot=1)
+    client.submit_step([0, 1], 1.0)
+    exchange(client, server, 1.0)
+    server.finish_all(1.0)
+    for frames in server.take_replies():
+        message = decode(frames)
+        message.body = b"\xff" * len(message.body)
+        client.receive(encode(message), 1.0)
+    client.attachment.move_to("tcp://other:1", 2.0)
+    errors = [type(outcome.error) for outcome in collect(client)]
+    assert errors == [RemoteProtocolError] * 2
+    assert not client.attachment.is_rejected
+    client.submit_step([0, 1], 2.0)
+    check_lost(client, finish(client, FakeServer(boot=2), 2.0), last=0)
+
+
 # Time limits.
 
 
@@ -258,15 +294,42 @@ def test_with_padding_a_client_retries_after_it_has_given_up() -> None:
     assert isinstance(client.give_up_error, ServerLost)
     advance_to(client, 300.0)
     assert not state_of(client).is_over
-    assert collect(client) == []
-    assert client.client_blocks.absent == {0, 1}
+    assert collect(client) == [Outcome(1)]
+    assert absent_blocks(client) == {0}
     restarted = FakeServer(boot=2)
     client.record_connect(300.0)
-    first, second = finish(client, restarted, 301.0)
-    assert [len(first.faults), len(second.faults)] == [2, 0]
+    (outcome,) = finish(client, restarted, 301.0)
+    assert len(outcome.faults) == 2
     assert client.give_up_error is None
+    client.submit_step([1], 301.0)
+    (outcome,) = finish(client, restarted, 301.0)
+    assert len(outcome.faults) == 2
     step_all(client, restarted, 301.0)
     assert client.rows.status.tolist() == OK
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_after_giving_up_resets_do_nothing_and_calls_fail(is_early: bool) -> None:
+    client = attach_and_step(timeouts=Timeouts(pads_lost_rows=True))
+    before = client.rows.observation[0].copy()
+    client.invalidate("for the test", 1.0)
+    client.record_disconnect(1.0)
+    times = (1.0, 61.0) if is_early else (61.0, 61.0)
+    advance_to(client, times[0])
+    client.submit_reset([Reset(0)], times[0])
+    client.submit_call([make_call([2], "call", "render", block=1)], times[0])
+    advance_to(client, times[1])
+    reset, call = collect(client)
+    assert reset == Outcome(0)
+    assert (call.block, call.error) == (1, client.give_up_error)
+    assert client.num_in_flight == 0
+    assert (client.rows.observation[0] == before).all()
+    client.record_connect(62.0)
+    restarted = FakeServer(boot=2)
+    exchange(client, restarted, 62.0)
+    assert client.give_up_error is None
+    client.submit_step([0, 1], 62.0)
+    check_lost(client, finish(client, restarted, 62.0), last=3)
 
 
 def test_a_client_that_has_given_up_remains_so_until_the_next_lease() -> None:

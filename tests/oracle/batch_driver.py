@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import ClassVar, Final
 
 import numpy as np
@@ -44,7 +45,7 @@ class BatchDriver:
         self._max_call_seconds = max_call_seconds
         with ledger.within(max_call_seconds):
             observation = batch.reset()
-        ledger.reset(observation)
+        self.check_reset(observation)
 
     def draw(self, num_rows: int | None = None) -> Array:
         num_rows = self.batch.num_envs if num_rows is None else num_rows
@@ -101,6 +102,15 @@ class BatchDriver:
             for block in self.batch.blocks:
                 if np.isin(block, rows).all() and left[block].all():
                     self.send(block)
+
+    def check_reset(
+        self,
+        observation: Array,
+        rows: Array | None = None,
+        seeds: Sequence[int | None] | None = None,
+    ) -> None:
+        """Verify the result of a reset; see `Ledger.reset`."""
+        self.ledger.reset(observation, rows, seeds)
 
     def check(self, result: StepResult, rows: Array | None, began: float) -> None:
         """Verify the result of a call.

@@ -121,6 +121,23 @@ class Ledger:
             self._model.begin_incarnation(row, seen, -1, states)
             self._model.record_reset(row)
 
+    def skip_reset(
+        self, observation: Array, env_indices: Sequence[int] | Array
+    ) -> None:
+        """Verify the observations of rows that a reset has skipped.
+
+        They are the last ones, or zeros before the first reset of an env. If the reset
+        has replaced a late result, they may be those of the late result.
+        """
+        rows, model = self._rows(env_indices), self._model
+        check_shape("observation", observation, (len(rows), 4))
+        for row, seen in zip(rows.tolist(), observation, strict=True):
+            if model.observed[row, SEED] < 0:
+                model.observed[row] = 0
+            states = model.possible_states(row)
+            if tuple(seen.tolist()) not in [state.observed for state in states]:
+                self._reset(row, tuple(seen.tolist()), states)
+
     def _states_before_reset(self, row: int) -> list[State]:
         """Return the possible states of an env, including those after a lost action."""
         model, lost_action = self._model, self._lost_actions.pop(row, None)

@@ -109,6 +109,7 @@ class FakeLane(MemoryPool):
 
     def _advance(self) -> None:
         draw, faults = self.faults.draw, self.faults
+        self._outcomes += self.end_after_giving_up()
         for index, part in enumerate(self.parts):
             if draw() < faults.lose:
                 self._lose(index)
@@ -123,6 +124,16 @@ class FakeLane(MemoryPool):
                     self._silent.discard(index)
             elif draw() < faults.end:
                 self._outcomes.append(self.finish(index))
+
+    def end_after_giving_up(self) -> list[Outcome]:
+        """End resets and calls if the lane has given up; see `Lane.give_up_error`."""
+        outcomes = []
+        for index, operation in list(self.running.items()):
+            if self.give_up_error is not None and not isinstance(operation, RunStep):
+                error = self.give_up_error if isinstance(operation, Call) else None
+                outcomes.append(Outcome(index, error=error))
+                del self.running[index]
+        return outcomes
 
     def _lose(self, index: int) -> None:
         if index not in self._lost:

@@ -281,6 +281,8 @@ class RandomClient(Endpoint):
             self._check_error(session, operation, outcome.error, _rows(block))
         elif operation.actions is not None:
             self._check_step(session, operation, outcome, block)
+        elif isinstance(operation.kind, Reset) and session.give_up_error is not None:
+            self._check_skipped_reset(session, outcome, block)
         elif isinstance(operation.kind, Reset):
             rows = list(operation.kind.env_indices or _rows(block))
             check_levels(outcome.infos, rows, operation.kind.options)
@@ -296,6 +298,16 @@ class RandomClient(Endpoint):
             values = codec.decode(outcome.result)
             if values != results_of(operation.kind):
                 raise Violation(f"{operation.kind} returned {values}")
+
+    def _check_skipped_reset(
+        self, session: ClientSession, outcome: Outcome, block: Block
+    ) -> None:
+        """Verify that a reset had no effect, because the session has given up."""
+        check_levels(outcome.infos, [], b"")
+        seen, last = session.rows.observation[0], self._last_observations
+        for row in set(_rows(block)) - self._unreset_rows:
+            if not np.array_equal(seen[row], last[row]):
+                raise Violation(f"row {row} shows {seen[row]} instead of {last[row]}")
 
     def _check_step(
         self,

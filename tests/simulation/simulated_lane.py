@@ -25,10 +25,18 @@ _CLOSE_SECONDS: Final = 1.5
 
 
 class SimulatedLane(Endpoint):
-    """Implements `envserve.lane.Lane` over a simulated session."""
+    """Implements `envserve.lane.Lane` over a simulated session.
+
+    Attributes:
+      reset_blocks: Indices of blocks that were reset since `watch_reset`.
+      has_given_up: Whether the session has given up at any time since `watch_reset`.
+    """
 
     def __init__(self, simulation: Simulation, host: Host, attach: Attach) -> None:
         super().__init__(simulation)
+        self.reset_blocks: set[int] = set()
+        self.has_given_up = False
+        self._resetting: set[int] = set()
         self.name = f"host {simulation.hosts.index(host)}"
         self._reader, self._writer = os.pipe()
         os.write(self._writer, b"!")  # always readable, so that no call blocks on it
@@ -75,7 +83,23 @@ class SimulatedLane(Endpoint):
         self._client.submit_step(blocks, self.clock.now)
         self.update()
 
+    def watch_reset(self) -> None:
+        """Prepare `reset_blocks` and `has_given_up` for the next reset of the batch."""
+        self.reset_blocks.clear()
+        self.has_given_up = self.give_up_error is not None
+
+    def _after_event(self, session: ClientSession) -> None:
+        if session.attachment.client_blocks is None:
+            return
+        ended = self._resetting & session.client_blocks.ended
+        self._resetting -= ended
+        if session.give_up_error is None:
+            self.reset_blocks |= ended
+        else:
+            self.has_given_up = True
+
     def submit_reset(self, resets: Sequence[Reset]) -> None:
+        self._resetting = {reset.block for reset in resets}
         self._client.submit_reset(resets, self.clock.now)
         self.update()
 

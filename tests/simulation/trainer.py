@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from envserve.client import BatchEnv, StepResult
 from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
 from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.batch_driver import BatchDriver
+from tests.oracle.journal import Array
 from tests.oracle.ledger import Ledger
 from tests.simulation.host import Host
 from tests.simulation.journal import Violation, check_levels
@@ -30,6 +31,34 @@ _START_SECONDS: Final = 100.0
 _PADDING_AFTER: Final = (0.0, 0.1, 2.0, math.inf)
 
 
+class SimulatedDriver(BatchDriver):
+    """Drives a batch of simulated lanes, which skip resets if they have given up."""
+
+    def check_reset(
+        self,
+        observation: Array,
+        rows: Array | None = None,
+        seeds: Sequence[int | None] | None = None,
+    ) -> None:
+        rows = np.arange(self.batch.num_envs) if rows is None else rows
+        is_reset = self.were_reset(rows)
+        self.ledger.skip_reset(observation[~is_reset], rows[~is_reset])
+        if seeds is not None:
+            seeds = [seeds[index] for index in np.flatnonzero(is_reset)]
+        self.ledger.reset(observation[is_reset], rows[is_reset], seeds)
+
+    def were_reset(self, rows: Array) -> Array:
+        """Return a mask of the rows that the last reset has not skipped."""
+        blocks = [self.batch._group.blocks.block_of(row) for row in rows.tolist()]
+        lanes = [cast(SimulatedLane, block.lane) for block in blocks]
+        return np.array(
+            [
+                block.lane_block in lane.reset_blocks or not lane.has_given_up
+                for block, lane in zip(blocks, lanes, strict=True)
+            ]
+        )
+
+
 class Trainer:
     """Uses one batch after another.
 
@@ -40,7 +69,7 @@ class Trainer:
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
         self.ledgers: list[Ledger] = []
-        self.driver: BatchDriver | None = None
+        self.driver: SimulatedDriver | None = None
         self._random = simulation.clock.random
 
     # Batches.
@@ -100,7 +129,7 @@ class Trainer:
         self.ledgers.append(ledger)
         generator = np.random.default_rng(seed)
         try:
-            self.driver = BatchDriver(batch, ledger, generator, math.inf)
+            self.driver = SimulatedDriver(batch, ledger, generator, math.inf)
         except EnvserveError:
             batch.close()
             raise
@@ -122,7 +151,7 @@ class Trainer:
                 self.run_once()
         self.close()
 
-    def _are_all_valid(self, driver: BatchDriver) -> bool:
+    def _are_all_valid(self, driver: SimulatedDriver) -> bool:
         try:
             return bool(self.step(driver).valid.all())
         except EnvserveError:
@@ -131,21 +160,21 @@ class Trainer:
 
     # Operations.
 
-    def _run_random_operation(self, driver: BatchDriver) -> None:
-        operations: list[Callable[[BatchDriver], Any]]
+    def _run_random_operation(self, driver: SimulatedDriver) -> None:
+        operations: list[Callable[[SimulatedDriver], Any]]
         operations = [self.step, self._send_and_receive, self._reset, self._interrupt]
         operations.append(self._call)
         (operation,) = self._random.choices(operations, [0.5, 0.3, 0.08, 0.08, 0.04])
         operation(driver)
 
-    def step(self, driver: BatchDriver) -> StepResult:
+    def step(self, driver: SimulatedDriver) -> StepResult:
         try:
             return driver.step()
         except BaseException:
             driver.ledger.mark_unanswered(driver.actions)
             raise
 
-    def _send_and_receive(self, driver: BatchDriver) -> None:
+    def _send_and_receive(self, driver: SimulatedDriver) -> None:
         """Send blocks in random order, and receive them as they finish."""
         batch, source = driver.batch, self._random
         in_flight: set[int] = set()
@@ -179,7 +208,7 @@ class Trainer:
             self.simulation.interrupt_in = None
         return rows.tolist()
 
-    def _reset(self, driver: BatchDriver) -> None:
+    def _reset(self, driver: SimulatedDriver) -> None:
         rows = np.flatnonzero(driver.random.random(driver.batch.num_envs) < 0.3)
         source, options, seeds = self._random, None, None
         if source.random() < 0.5:
@@ -187,12 +216,15 @@ class Trainer:
         if source.random() < 0.5:
             seeds = [source.choice((None, source.getrandbits(62))) for _ in rows]
         if len(rows):
+            for lane in driver.batch.lanes:
+                cast(SimulatedLane, lane).watch_reset()
             observation = driver.batch.reset(rows, seeds, options=options)
-            driver.ledger.reset(observation, rows, seeds)
+            driver.check_reset(observation, rows, seeds)
+            reset_rows = rows[driver.were_reset(rows)].tolist()
             encoded = pack_options(options)
-            check_levels(driver.batch.reset_infos, rows.tolist(), encoded)
+            check_levels(driver.batch.reset_infos, reset_rows, encoded)
 
-    def _interrupt(self, driver: BatchDriver) -> None:
+    def _interrupt(self, driver: SimulatedDriver) -> None:
         """Interrupt a step."""
         self._schedule_interrupt(1.0)
         try:
@@ -206,7 +238,7 @@ class Trainer:
         if self._random.random() < probability:
             self.simulation.interrupt_in = self._random.randint(1, 40)
 
-    def _call(self, driver: BatchDriver) -> None:
+    def _call(self, driver: SimulatedDriver) -> None:
         argument = self.simulation.journal.new_call()
         batch, source = driver.batch, self._random
         rows = source.sample(range(batch.num_envs), source.randint(1, batch.num_envs))

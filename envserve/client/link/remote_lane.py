@@ -391,20 +391,26 @@ class RemoteLane:
         self._close_by = time.monotonic() + _CLOSE_SECONDS
         self._has_closed.set()
         self._attacher.remove(self._waker)
-        with self._lock:
+        if self._lock_to_close():
             thread_id = self._keepalive_thread.ident
-        # The garbage collector may close an unused batch in any thread.
-        if thread_id not in (None, threading.get_ident()):
-            self._keepalive_thread.join()
+            self._lock.release()
+            # The garbage collector may close an unused batch in any thread.
+            if thread_id not in (None, threading.get_ident()):
+                self._keepalive_thread.join(max(0.0, self._close_by - time.monotonic()))
         if self._successor is not None:
             self._successor.begin_close()
-        with self._lock:
-            self._release_lease()
+        if self._lock_to_close():
+            try:
+                self._release_lease()
+            finally:
+                self._lock.release()
 
     def close(self) -> None:
         """Release the lease and close the connection, within 2 seconds; idempotent."""
         self.begin_close()
-        with self._lock:
+        if not self._lock_to_close():
+            return  # the lane is released when it is garbage-collected
+        try:
             if not self._finalizer.alive:
                 return
             self._release_lease()  # a second time, in case the first was interrupted
@@ -415,10 +421,20 @@ class RemoteLane:
                 self._driver.wait(self._close_by)
                 self._driver.run(time.monotonic())
             self._finalizer()
+        finally:
+            self._lock.release()
         if self._successor is not None:
             self._successor.close()
         if (servers := self._driver.server_pool) is not None:
             servers.remove(self._driver, self._close_by)
+
+    def _lock_to_close(self) -> bool:
+        """Acquire the lock within the time limit of `close`; return whether it was.
+
+        A keep-alive thread that holds the lock may be waiting for another lock, which
+        this thread holds if a signal handler or the garbage collector closes the lane.
+        """
+        return self._lock.acquire(timeout=max(0.0, self._close_by - time.monotonic()))
 
     def _release_lease(self) -> None:
         now = time.monotonic()

@@ -41,7 +41,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, did_you_mean
 from envserve.wire.bodies import Attach, Granted
-from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.error_body import ErrorBody, exception_of
 from envserve.wire.handshake import Hello, Welcome, check_versions
 from envserve.wire.message import Message
@@ -196,9 +196,6 @@ class Attachment:
 
     def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
         """Change to READY, and send the requests that are in flight."""
-        if blocks.is_vacant and self.lost_lease is not None:
-            self.lost_lease.lost_at = now  # the first lease, so none was lost before
-        blocks.is_vacant = False
         self.granted_by = self.address
         self.num_leases += num_leases
         self.machine.change_to(ClientState.READY)
@@ -208,6 +205,8 @@ class Attachment:
             if (more := self.throttle.admit("lease", now)) is not None:
                 _LOGGER.log(level, "%s: %s%s", self.address, text, more)
             if self.lost_lease.stalled_address != self.address:
+                if self.lost_lease.give_up_error is not None:
+                    self.lost_lease.lost_at = now  # if it is lost, wait again
                 self.lost_lease.give_up_error = None
             if not blocks.in_flight:
                 self.lost_lease = None
@@ -333,7 +332,10 @@ class Attachment:
                 hint += "server with `envserve start --import MODULE`"
             error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
-        is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL)
+        is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL) or (
+            # The server lacked a resource, such as memory.
+            body.code is ErrorCode.ENV_START_FAILED and body.executed is Executed.NO
+        )
         if self.client_blocks is not None and is_lost:
             self.lose_lease(error, now)
         elif self.lost_lease is None or not (self.is_recovering and is_temporary):
@@ -451,6 +453,7 @@ class Attachment:
         if self.lost_lease is not None:
             self.lost_lease.give_up_error = error
             self.lost_lease.stalled_address = self.address if is_stalled else ""
+        self.client_blocks.give_up(error)
 
     # Changing servers. Blocks, rows and operations in flight are kept.
 
@@ -465,7 +468,6 @@ class Attachment:
         blocks = make_blocks(self.attach.num_envs, per_split, self.attach.num_splits)
         error = ServerLost("no server is available for these rows yet")
         self.client_blocks = self._create_blocks(like.spec, blocks)
-        self.client_blocks.is_vacant = True
         self.client_blocks.mark_lost(error)
         self.lost_lease = LostLease(error, now, give_up_error=error)
 

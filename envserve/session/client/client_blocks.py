@@ -70,8 +70,8 @@ class ClientBlocks:
       absent: Indices of blocks in flight whose envs were absent at the last
         `refresh_absent`.
       absent_is_stale: Whether `absent` may be outdated.
-      is_vacant: Whether no server has granted a lease yet; resets then do nothing.
-      protocol_error: Protocol violation in a collected result; None if there was none.
+      protocol_error: Protocol violation in a collected result of the current lease;
+        None if there was none.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ClientBlocks:
         self.ended: set[int] = set()
         self.lost: dict[int, str] = {}
         self.absent: frozenset[int] = frozenset()
-        self.absent_is_stale = self.is_vacant = False
+        self.absent_is_stale = False
         self.protocol_error: RemoteProtocolError | None = None
         self.address, self._liveness = address, liveness
         self._parts = BlockParts(codec, blocks)
@@ -184,10 +184,6 @@ class ClientBlocks:
             if remaining := {row: deferred[row] for row in deferred.keys() - {*rows}}:
                 self._first_observations[reset.block] = remaining
             self._lost_at_end.discard(reset.block)
-        if self.is_vacant:
-            self._replies.append(([Outcome(r.block) for r in resets], None, b"", b""))
-            self.ended.update([reset.block for reset in resets])
-            return []
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
         others = tuple([reset for reset in resets if reset.block not in self.lost])
         size = (
@@ -354,7 +350,15 @@ class ClientBlocks:
         for block in sorted(self.in_flight):
             self._fail_block(block, error)
 
-    def _fail_block(self, block: int, error: EnvserveError) -> None:
+    def give_up(self, error: EnvserveError) -> None:
+        """End resets without an effect, and calls with an error; keep the steps."""
+        for block, request in sorted(self.in_flight.items()):
+            if request.type is MessageType.CALL:
+                self._fail_block(block, error)
+            elif not request.is_step:
+                self._fail_block(block)
+
+    def _fail_block(self, block: int, error: EnvserveError | None = None) -> None:
         del self.in_flight[block]
         self._replies.append(([Outcome(block, error=error)], None, b"", b""))
         self.ended.add(block)
@@ -443,7 +447,9 @@ class ClientBlocks:
                         outcomes = [self._defer_reset(outcomes[0])]
                 except RemoteProtocolError as violation:
                     error = RemoteProtocolError(f"{self.address}: {violation}")
-                    self.protocol_error = error
+                    # The server of a lost lease may be a different one.
+                    if self.lost.keys().isdisjoint(o.block for o in outcomes):
+                        self.protocol_error = error
                     outcomes = [o._replace(error=error) for o in outcomes]
             collected += outcomes
         if self._finals_written:

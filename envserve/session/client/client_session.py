@@ -184,6 +184,10 @@ class ClientSession:
         requests = begin(client_blocks, operations)
         if self.requests.liveness.is_unreachable:
             client_blocks.absent_is_stale = True
+        loss = attachment.lost_lease
+        if loss is not None and loss.give_up_error is not None:
+            client_blocks.give_up(loss.give_up_error)
+            requests = [request for request in requests if request.is_step]
         if is_ready:
             for request in requests:
                 self.requests.send(request, now)
@@ -424,6 +428,7 @@ def _on_error(session: ClientSession, message: Message, now: float) -> bool:
         error = exception_of(body, session.address)
         attachment.client_blocks.fail(request, error, uses_seq=uses_seq)
         requests.remove(request.id)
+        attachment.lost_lease = None  # as in `_on_result`
     else:
         return False
     return True

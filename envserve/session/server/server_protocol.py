@@ -389,7 +389,8 @@ class ServerProtocol:
         try:
             self.leases.grant(record, spec, blocks, rows)
         except Rejection as rejection:
-            return self.leases.close(record, rejection.body)
+            body = replace(rejection.body, executed=Executed.UNKNOWN)
+            return self.leases.close(record, body)
         seconds, extra = now - record.attached_at, {"fields": record.log_fields}
         text = "%s, granted to %s after %.1f s"
         _LOGGER.info(text, record, record.client, seconds, extra=extra)
@@ -404,8 +405,9 @@ class ServerProtocol:
         body = error_body_of(error)
         if record.lease is None and body.code is ErrorCode.INTERNAL:
             # The server may have run out of memory or file descriptors, for example.
-            # For the client, this is a failed build like any other.
-            body = replace(body, code=ErrorCode.ENV_START_FAILED)
+            # A client that replaces a lost lease can try again.
+            code = ErrorCode.ENV_START_FAILED
+            body = replace(body, code=code, executed=Executed.NO)
         return self.leases.close(record, body)
 
     def pool_finished(
