@@ -486,7 +486,7 @@ class SupervisedWorker:
             return EnvStartError(details.rstrip())
         times = "" if tries == 1 else f" {tries} times in a row"
         failed = f"{self.label} failed{times} to run {self._config.env_name}"
-        if self.exit and self.exit.error and not self._launcher.ends_in_import:
+        if self.exit and self.exit.lacks_resources:
             return WorkerError(f"{failed}: it {text}")
         reason = hint if details else f": it {text}{self.stderr_note}"
         return EnvStartError(f"{failed}{reason}", remote_traceback=details)
