@@ -185,7 +185,6 @@ def train(
                 )
             monitors.enter_context(plan.run_folder.locked())
             if is_study:
-                save_env_source(plan)
                 words = given.words(*given.values.keys() - _THREADS)
                 return train_seeds(
                     screen, plan, seeds or 0, at_once, num_workers, words
