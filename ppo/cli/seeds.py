@@ -228,6 +228,8 @@ def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:
     """
     try:
         evaluation = read_table(run.path / "evaluation.json")
+        # `ppo evaluate` keeps the evaluation with which training ended.
+        evaluation = evaluation.get("final", evaluation)
         steps, mean = evaluation["steps"], float(evaluation["mean_return"])
         last = read_metrics(run.metrics_path)[-1]["steps"]
         actions = evaluation.get("actions", plan.config.evaluation_actions)
@@ -235,6 +237,5 @@ def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:
         return None
     is_finished = plan.config.total_steps == evaluation.get("total_steps")
     is_finished |= plan.config.is_finished_after(last)
-    # `ppo evaluate --sampled` may have replaced the result of the final evaluation.
     is_finished &= actions == plan.config.evaluation_actions
     return mean if is_finished and steps == last else None

@@ -174,6 +174,11 @@ def test_seeds_that_a_callback_ended_are_finished(
         code, output, _ = ppo("train", "--resume", folder)
         assert code == 0, output
         assert "Mean return 5.0 over 3 of 3 seeds" in output
+        path = folder / "seed-7" / "evaluation.json"
+        final = json.loads(path.read_text())
+        # As by `ppo evaluate --sampled --checkpoint 32`.
+        later = {"steps": 32, "mean_return": 1.0, "actions": "sample", "final": final}
+        path.write_text(json.dumps(later))
     assert starts(folder) == [2, 2, 2]
     for words in (
         ("--resume", folder, "--metrics-port", "0"),
