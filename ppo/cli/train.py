@@ -474,7 +474,7 @@ def resume_hints(
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
-      terminated_code: Exit code after SIGTERM.
+      terminated_code: Exit code after SIGTERM or SIGHUP.
       logger: Logger to use instead of stderr.
       learner_index: Index of the learner; only learner 0 has a run to resume.
 
