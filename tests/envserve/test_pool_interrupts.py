@@ -143,5 +143,5 @@ def test_an_interrupted_start_of_the_template_leaves_no_process(
     lines = [linecache.getline(*place) for place in places]
     started = next(n for n, line in enumerate(lines) if "_child_created = True" in line)
     run_traced(start, started + 2, subprocess.__file__.__eq__)
-    wait_until(lambda: running_processes().keys() <= before)
+    wait_until(lambda: running_processes().keys() <= before, 120.0)
     assert interrupts.pop()
