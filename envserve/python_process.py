@@ -1,5 +1,7 @@
 """Start Python processes quickly and safely; find this package's commit.
 
+`stop_signals` returns the signals that stop a process.
+
 With `-c` or `-m`, Python searches the working directory for modules first, so the child
 would run a file there that has the name of a module. `-P` prevents this; processes that
 envs start do not inherit this option.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -92,6 +95,17 @@ def uncollected_imports() -> Iterator[None]:
         if is_enabled:
             gc.freeze()
             gc.enable()
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Return the signals that stop a process, without SIGHUP if it is ignored.
+
+    A closed terminal sends SIGHUP; programs that `nohup` starts ignore it.
+    """
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        numbers.remove(signal.SIGHUP)
+    return numbers
 
 
 def build_commit() -> str:

@@ -70,7 +70,7 @@ class RunLockedError(PpoError):
 
 
 class CallbackError(PpoError):
-    """A callback raised an exception or returned something other than numbers."""
+    """A callback or a schedule raised an exception, or returned no valid numbers."""
 
 
 class EnvDataError(PpoError):

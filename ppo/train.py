@@ -110,7 +110,7 @@ def train(
     Raises:
       BadInputError: The config does not match the envs, the checkpoint or the user
         code.
-      CallbackError: A callback failed; a checkpoint has been written.
+      CallbackError: A callback or a schedule failed; a checkpoint has been written.
       RunFolderError: The folder has checkpoints, but `resume` is false.
       RunLockedError: Another process is training the run.
       RunWriteError: The run folder cannot be written.

@@ -34,7 +34,7 @@ from envserve.cli.program import (
 from envserve.cli.terminal import error_code, fail, show_error
 from envserve.envs.user_envs import with_absolute_path
 from envserve.errors import EnvserveError, SelfTestError, ServerError
-from envserve.python_process import uncollected_imports
+from envserve.python_process import stop_signals, uncollected_imports
 from envserve.settings import HostSettings
 from envserve.text import counted, nearest_name
 
@@ -223,7 +223,6 @@ def _serve_on_ray(
 ) -> int:
     """Run servers on a Ray cluster until a signal arrives, then drain them."""
     from envserve.ray import EnvServers, scale_down
-    from envserve.server.signals import stop_signals
 
     name = "ray://default/envs" if on == "ray" else on
     try:

@@ -254,6 +254,9 @@ class Launcher:
                 self._channel.close()
                 self._template_error = f"cannot run: {error}"
                 raise WorkerError(f"{command[0]} {self._template_error}") from None
+            except BaseException:  # an interrupt, after which the template may run
+                self._channel.close()
+                raise
 
     def launch(
         self,

@@ -99,15 +99,15 @@ class Pool:
             config.blocks_per_split,
         )
         self._clock = clock
-        self._workers = WorkerSet(config, self.blocks, launcher, clock)
-        self._workers_use_all_cores = len(self._workers.all) == num_cores()
         log = FaultLog(config, self.blocks, label, owner)
         counts_resets = config.autoreset == "next_step"
         self.metrics = PoolMetrics(self.blocks, counts_resets=counts_resets)
+        self._is_released = False
+        self._workers = WorkerSet(config, self.blocks, launcher, clock)
+        self._workers_use_all_cores = len(self._workers.all) == num_cores()
         self._operations = BlockOperations(
             self.blocks, self._workers, log, self.metrics
         )
-        self._is_released = False
         try:
             self._advance(0.0, clock())
         except BaseException:

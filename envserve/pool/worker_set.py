@@ -94,10 +94,6 @@ class WorkerSet:
         self.config = config
         self._blocks = blocks
         self._clock = clock
-        self._owns_launcher = launcher is None
-        self._launcher = launcher or Launcher(
-            config.import_modules, (config.env_name,) if config.preload else None
-        )
         self.selector = selectors.DefaultSelector()
         self._num_workers = 1 + max(block.worker for block in blocks)
         self.spec: EnvSpec | None = None
@@ -106,6 +102,12 @@ class WorkerSet:
         self.frame_board: FrameBoard | None = None
         # Maps workers to their specs, until all workers are ready.
         self._specs: dict[int, EnvSpec] = {}
+        # Start the process of the launcher last: an interrupt before the end of the
+        # constructor would leave it running for a while.
+        self._owns_launcher = launcher is None
+        self._launcher = launcher or Launcher(
+            config.import_modules, (config.env_name,) if config.preload else None
+        )
         self.all = [self._new_worker(index) for index in range(self._num_workers)]
 
     def _new_worker(self, index: int) -> SupervisedWorker:

@@ -25,7 +25,7 @@ from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs.registry import import_env_modules, offered_names, preload
 from envserve.errors import EnvStartError
-from envserve.server.signals import stop_signals
+from envserve.python_process import stop_signals
 from envserve.settings import HostSettings
 
 _LOGGER: Final = logging.getLogger(__name__)

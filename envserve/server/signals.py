@@ -7,16 +7,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, Self
 
-
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that stop a server, without SIGHUP if it is ignored.
-
-    A closed terminal sends SIGHUP; programs that `nohup` starts ignore it.
-    """
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        numbers.remove(signal.SIGHUP)
-    return numbers
+from envserve.python_process import stop_signals
 
 
 class ShutdownSignals:

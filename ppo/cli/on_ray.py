@@ -18,13 +18,12 @@ from typing import Any, Final
 from envserve.cli.program import GivenOptions
 from envserve.ray import connect_to_cluster, last_line
 from ppo.cli.options import SourceOptions, check_trust
-from ppo.cli.run_setup import create_folder
+from ppo.cli.run_setup import TF_CONFIG, create_folder
 from ppo.cli.seeds import start_training
 from ppo.cli.stop_signals import StopSignals
 from ppo.errors import ConfigError, LearnerLostError, PpoError
 from ppo.run_folder.folder import RunFolder
 
-_CLUSTER: Final = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
 #: Environment variable that contains the command to resume training on Ray; learner 0
 #: prints this command.
 RESUME_COMMAND: Final = "PPO_TRAIN_AGAIN"
@@ -129,7 +128,7 @@ def _train_once(
         found = ray.get([on_node(_free_address).remote() for on_node in on])
         addresses = json.dumps(found)
         where = ray.get_runtime_context().gcs_address, os.getcwd()
-        extra = [{"TF_CONFIG": _CLUSTER % (addresses, index)} for index in range(num)]
+        extra = [{"TF_CONFIG": TF_CONFIG % (addresses, index)} for index in range(num)]
         others = [on[n](_learn).remote(words, extra[n], *where) for n in range(1, num)]
         stack.callback(ray.wait, others, num_returns=num - 1, timeout=_STOP_SECONDS)
         extra[0][RESUME_COMMAND] = shlex.join(resume)

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from sysconfig import get_path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
@@ -33,7 +33,7 @@ from envserve.envs.user_envs import (
     working_directory,
 )
 from envserve.errors import AddressError, EnvserveError, ServerLost
-from envserve.python_process import uncollected_imports
+from envserve.python_process import stop_signals, uncollected_imports
 from envserve.text import install_command, one_line
 from ppo.cli.compilation_cache import enable_compilation_cache
 from ppo.cli.progress import Screen
@@ -167,21 +167,23 @@ class SourceOptions(NamedTuple):
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised on SIGTERM, like `KeyboardInterrupt` on Ctrl-C."""
+    """Raised on SIGTERM and SIGHUP, like `KeyboardInterrupt` on Ctrl-C."""
 
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Make SIGTERM raise `Terminated` within this context."""
+    """Make SIGTERM and SIGHUP raise `Terminated` within this context."""
 
     def interrupt(*_: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = {*stop_signals()} - {signal.SIGINT}
+    before = {number: signal.signal(number, interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -194,14 +196,16 @@ def preserved_interrupts(*, is_deferred: bool = False) -> Iterator[None]:
     raised: list[KeyboardInterrupt] = []
 
     def interrupt(number: int, _: object) -> None:
-        is_sigterm = number == signal.SIGTERM
-        raised.append(Terminated() if is_sigterm else KeyboardInterrupt())
+        is_sigint = number == signal.SIGINT
+        raised.append(KeyboardInterrupt() if is_sigint else Terminated())
         if not is_deferred:
             raise raised[-1]
 
-    before: dict[int, Any] = {signal.SIGINT: signal.signal(signal.SIGINT, interrupt)}
-    if callable(signal.getsignal(signal.SIGTERM)):  # true within `sigterm_raises`
-        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, interrupt)
+    before = {
+        number: signal.signal(number, interrupt)
+        for number in stop_signals()
+        if callable(signal.getsignal(number))  # true within `sigterm_raises`
+    }
     try:
         yield
     finally:

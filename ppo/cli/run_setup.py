@@ -35,10 +35,8 @@ from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource, is_trusted, trust_code
 from ppo.spaces import check_spaces
 
-_CLUSTER = (
-    '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}'
-)
+#: TF_CONFIG of a learner, without the JSON list of all addresses and the index.
+TF_CONFIG = '{"cluster": {"worker": %s}, "task": {"type": "worker", "index": %d}}'
 
 
 class RunPlan(NamedTuple):
@@ -153,8 +151,9 @@ def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], i
                 "--distribute cannot be combined with --seeds. Only the learner with "
                 "index 0 takes --resume; start the others without it."
             )
+    example = TF_CONFIG % ('["host0:2222", "host1:2222"]', 0)
     raise ConfigError(
-        f"--distribute: expected a TF_CONFIG like {_CLUSTER}, got {text!r}; set it for "
+        f"--distribute: expected a TF_CONFIG like {example}, got {text!r}; set it for "
         "each learner, with the same workers and consecutive indices from 0."
     )
 

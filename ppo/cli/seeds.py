@@ -2,9 +2,12 @@
 
 The folder of a study contains a run folder per seed: `seed-0`, `seed-1`, ... Each run
 is a process, `ppo train --resume`, so it can fail, stop and resume like any other run.
+Changed settings are options of this process, which saves them once it has loaded the
+checkpoint with them. The study saves them when a run has done so.
 """
 
 import contextlib
+import json
 import re
 import subprocess
 from typing import Any
@@ -18,10 +21,10 @@ from envserve.text import rounded
 from ppo.cli.options import user_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
-from ppo.cli.run_setup import RunPlan
+from ppo.cli.run_setup import RunPlan, save_env_source
 from ppo.cli.stop_signals import StopSignals
-from ppo.config.named_configs import read_table
-from ppo.errors import RunFolderError
+from ppo.config.named_configs import read_config, read_table
+from ppo.errors import ConfigError, RunFolderError
 from ppo.evaluation.statistics import bootstrap_interval, interquartile_mean
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics_file import read_metrics
@@ -60,14 +63,13 @@ def train_seeds(
             f"{', seed-'.join(sorted(names))}; rename them, or resume one of them."
         )
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
-    plan.run_folder.save_config(plan.config)
     plan.run_folder.check_links(*(run.path.name for run in runs.values()))
     for seed, run in runs.items():
         with run.writing():
             run.path.mkdir(exist_ok=True)
-        if _mean_return(plan, run) is None:  # unless the seed has finished
-            run.save_config(plan.config.replace(seed=seed))
-        run.save_env_source(plan.env_source)
+        if not run.config_path.exists():
+            run.save_env_source(plan.run_folder.env_source())
+            run.save_config((plan.earlier_config or plan.config).replace(seed=seed))
     at_once = min(at_once or num_cores(), len(runs))
     workers = workers or max(1, num_cores() // at_once)
     for line in plan.header(workers):
@@ -116,7 +118,7 @@ def _train(
     """
     waiting = [seed for seed in runs if _mean_return(plan, runs[seed]) is None]
     running: dict[int, subprocess.Popen[bytes]] = {}
-    num_failed = 0
+    num_failed, is_saved = 0, not plan.is_resumed
     screen.phase("training", is_transient=True)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         stack.callback(_terminate, running)
@@ -125,7 +127,8 @@ def _train(
                 _terminate(running)
             while waiting and len(running) < at_once and not stop.has_fired():
                 seed = waiting.pop(0)
-                running[seed] = _start(runs[seed], options)
+                changes = _changes(plan, seed, runs[seed])
+                running[seed] = _start(runs[seed], [*options, *changes])
             # After a signal, there may be no process to wait for.
             for process in [*running.values()][:1]:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -141,11 +144,40 @@ def _train(
                     if code < 0:  # for example by the kernel, for lack of memory
                         reason = f"killed by signal {-code}; last output: {output}"
                     screen.print(f"seed {seed} failed: {reason}", style="red")
+            if not is_saved and any(_has_settings(plan, *run) for run in runs.items()):
+                is_saved = True
+                save_env_source(plan)
+                plan.run_folder.save_config(plan.config)
             num_done = len(runs) - len(waiting) - len(running) - num_failed
             parts = [f"seed {seed}: {_last_output(runs[seed])}" for seed in running]
             screen.rename("\n".join([*parts, f"{num_done} of {len(runs)} seeds done"]))
     screen.phase("")
     return num_failed > 0
+
+
+def _has_settings(plan: RunPlan, seed: int, run: RunFolder) -> bool:
+    """Return whether a seed has saved the settings of a plan."""
+    with contextlib.suppress(ConfigError, RunFolderError):  # the folder was removed
+        return not _changes(plan, seed, run)
+    return False
+
+
+def _changes(plan: RunPlan, seed: int, run: RunFolder) -> list[str]:
+    """Return the options that change the saved settings of a seed to those of a plan.
+
+    Raises:
+      ConfigError, RunFolderError: The saved settings cannot be read.
+    """
+    saved, source = vars(read_config(run.config_path)), plan.env_source
+    words = [
+        f"--set={key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in vars(plan.config.replace(seed=seed)).items()
+        if value != saved[key]
+    ]
+    if source != run.env_source():
+        words += [f"--connect={address}" for address in source.addresses or ("local",)]
+        words += [f"--import={module}" for module in source.import_modules]
+    return words
 
 
 def _start(run: RunFolder, options: list[str]) -> subprocess.Popen[bytes]:
@@ -196,6 +228,8 @@ def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:
     """
     try:
         evaluation = read_table(run.path / "evaluation.json")
+        # `ppo evaluate` keeps the evaluation with which training ended.
+        evaluation = evaluation.get("final", evaluation)
         steps, mean = evaluation["steps"], float(evaluation["mean_return"])
         last = read_metrics(run.metrics_path)[-1]["steps"]
         actions = evaluation.get("actions", plan.config.evaluation_actions)
@@ -203,6 +237,5 @@ def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:
         return None
     is_finished = plan.config.total_steps == evaluation.get("total_steps")
     is_finished |= plan.config.is_finished_after(last)
-    # `ppo evaluate --sampled` may have replaced the result of the final evaluation.
     is_finished &= actions == plan.config.evaluation_actions
     return mean if is_finished and steps == last else None

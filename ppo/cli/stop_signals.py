@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from envserve.python_process import stop_signals
 from ppo.errors import TrainingStopped
 
 
@@ -55,10 +56,7 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         """Install the handlers; must be called in the main thread."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._handle)
         self._writer.setblocking(False)
         self._previous_descriptor = signal.set_wakeup_fd(

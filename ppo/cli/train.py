@@ -185,7 +185,6 @@ def train(
                 )
             monitors.enter_context(plan.run_folder.locked())
             if is_study:
-                save_env_source(plan)
                 words = given.words(*given.values.keys() - _THREADS)
                 return train_seeds(
                     screen, plan, seeds or 0, at_once, num_workers, words
@@ -475,7 +474,7 @@ def resume_hints(
     """If the run ends early, print how to resume it, or add this hint to the error.
 
     Args:
-      terminated_code: Exit code after SIGTERM.
+      terminated_code: Exit code after SIGTERM or SIGHUP.
       logger: Logger to use instead of stderr.
       learner_index: Index of the learner; only learner 0 has a run to resume.
 

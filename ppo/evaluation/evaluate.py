@@ -227,8 +227,8 @@ def evaluate_run(
       run_folder: Contains the checkpoints; `evaluation.json` is written there.
       make_env: Creates the envs, which are closed at the end.
       agent: An agent that has just been trained; `evaluation.json` then also records
-        the run's `total_steps`, which later evaluations of the same checkpoint keep.
-        By default, the agent is loaded from a checkpoint.
+        the run's `total_steps`. By default, the agent is loaded from a checkpoint, and
+        the evaluation of the trained agent is kept under the key `final`.
       which: The checkpoint to load; by default, the newest.
 
     Raises:
@@ -240,7 +240,9 @@ def evaluate_run(
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
-    ended = None if agent is None else {"total_steps": config.total_steps}
+    more: dict[str, Any] = {"total_steps": config.total_steps}
+    if agent is None:
+        more = _final_evaluation(run_folder)
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = make_agent(env.observation_space, env.action_space, config)
@@ -254,26 +256,24 @@ def evaluate_run(
             time_limit=config.evaluation_time_limit,
             seed=seed,
         )._replace(steps=counters.steps)
-    if ended is None:
-        ended = _saved_total_steps(run_folder, counters.steps)
     try:
-        run_folder.save_evaluation(evaluation.as_dict() | ended)
+        run_folder.save_evaluation(evaluation.as_dict() | more)
     except RunWriteError as error:
         error.add_note(str(evaluation))
         raise
     return evaluation
 
 
-def _saved_total_steps(run_folder: RunFolder, steps: int) -> dict[str, Any]:
-    """Return `{"total_steps": ...}` from `evaluation.json`, or an empty dict.
+def _final_evaluation(run_folder: RunFolder) -> dict[str, Any]:
+    """Return the content of `evaluation.json` that later evaluations must keep.
 
-    It is there if the run has ended after `steps` env steps. With this number, `ppo
-    train --seeds` recognises a run that a callback has ended.
+    `ppo train --seeds` reads the return of a finished run there, and recognises a run
+    that a callback has ended by its `total_steps`.
     """
     with contextlib.suppress(OSError, ValueError):
         earlier = read_table(run_folder.path / "evaluation.json")
-        if earlier.get("steps") == steps:
-            return {key: earlier[key] for key in ("total_steps",) if key in earlier}
+        final = earlier if "total_steps" in earlier else earlier.get("final")
+        return {} if final is None else {"final": final}
     return {}
 
 

@@ -52,7 +52,10 @@ __all__ = ["RunFolder"]
 _LOGGER = logging.getLogger("envserve")
 _SETTINGS = ("config.json", "envs.json")
 #: Files that a run folder may contain before the first iteration.
-_FIRST_FILES = ("lock", *_SETTINGS, *(f"{name}.partial" for name in _SETTINGS))
+_FIRST_FILES = (
+    *("lock", "metrics.jsonl", "tensorboard", *_SETTINGS),
+    *(f"{name}.partial" for name in _SETTINGS),
+)
 #: Errors of `open_no_link` for a link, and of `mkdir` for a link or a file.
 _WRONG_KIND_ERRORS = (errno.ELOOP, errno.EEXIST)
 
@@ -94,7 +97,7 @@ class RunFolder:
         try:
             _check_utf8(path)
             path.mkdir(parents=True, exist_ok=True)
-            is_free = all(file.name in _FIRST_FILES for file in path.iterdir())
+            is_free = cls(path)._is_unused()
         except (OSError, UnicodeEncodeError) as error:
             raise RunFolderError(
                 f"{path}: cannot create the folder; {_reason(error)}."
@@ -180,12 +183,17 @@ class RunFolder:
             return True
         ignoring_errors = contextlib.suppress(RunLockedError, RunWriteError, OSError)
         with ignoring_errors, self.locked():
-            names = {file.name for file in self.path.iterdir()}
-            path = self.metrics_path
-            has_row = path.exists() and path.stat().st_size > 0
-            if not has_row and names <= {*_FIRST_FILES, "metrics.jsonl", "tensorboard"}:
+            if self._is_unused():
                 shutil.rmtree(self.path)
         return not self.path.is_dir()
+
+    def _is_unused(self) -> bool:
+        """Return whether the folder contains nothing, or only files of a new run."""
+        path = self.metrics_path
+        has_row = path.exists() and path.stat().st_size > 0
+        return not has_row and all(
+            file.name in _FIRST_FILES for file in self.path.iterdir()
+        )
 
     def env_source(self) -> EnvSource:
         """Read the run's env source; without `envs.json`, the envs are local.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import math
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +20,9 @@ from envserve.lane import pop_harmless_mark
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.slab import Status
+from tests.leak_checks import running_processes
 
+from .conftest import WaitUntil
 from .interrupts import run_traced
 from .pool_driver import LEDGER, PoolMaker, gather, kill, reset
 from .test_launcher import RequestedWorker
@@ -120,3 +124,24 @@ def test_an_interrupted_poll_is_reported_as_the_end_of_all_workers() -> None:
 
     for line in np.linspace(1, play(-1), 15, dtype=int):
         play(int(line))
+
+
+@pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
+def test_an_interrupted_start_of_the_template_leaves_no_process(
+    wait_until: WaitUntil,
+) -> None:
+    def start() -> None:
+        try:
+            stack.enter_context(contextlib.closing(Launcher()))
+        except KeyboardInterrupt as error:
+            interrupts.append(error)  # its traceback keeps the launcher alive
+            raise
+
+    before, interrupts = running_processes().keys(), list[KeyboardInterrupt]()
+    with contextlib.ExitStack() as stack:
+        places = run_traced(start, -1, subprocess.__file__.__eq__)
+    lines = [linecache.getline(*place) for place in places]
+    started = next(n for n, line in enumerate(lines) if "_child_created = True" in line)
+    run_traced(start, started + 2, subprocess.__file__.__eq__)
+    wait_until(lambda: running_processes().keys() <= before, 120.0)
+    assert interrupts.pop()

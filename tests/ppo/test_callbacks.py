@@ -187,6 +187,21 @@ def test_resumed_run_creates_a_new_instance_of_a_callback_class(
     assert [step for step, _ in result.curve] == [64]
 
 
+def test_a_schedule_that_fails_during_the_run_ends_it_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "mine.py"
+    # The schedule is called 100 times before training, and then once per iteration.
+    lines = ("calls = []", "def rate(progress):", "    calls.append(progress)")
+    file.write_text("\n".join((*lines, "    return 1 / (len(calls) < 103)")))
+    name = f"{file}:rate"
+    config = SMALL.replace(learning_rate_schedule=name, checkpoint_every=0)
+    message = f"^learning_rate_schedule {name}: {file}:4: ZeroDivisionError: "
+    with pytest.raises(CallbackError, match=message):
+        run(tmp_path / "run", config)
+    assert counters(tmp_path / "run") == (2, 32)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -197,19 +197,29 @@ def test_addresses_are_saved_only_if_their_servers_reply(
     assert run.env_source() == made
 
 
-@pytest.mark.parametrize("moment", ["RunFolder.create", "shutil.rmtree"])
+@pytest.mark.parametrize(
+    ("moment", "interrupt"),
+    [
+        ("RunFolder.create", signal.SIGINT),
+        ("RunFolder.create", signal.SIGHUP),
+        ("shutil.rmtree", signal.SIGINT),
+    ],
+)
 def test_two_interrupts_at_the_start_leave_no_folder(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str,
+    interrupt: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both arrive while the folder is created, or the second while it is removed."""
 
     def interrupting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
         def wrapped(*arguments: Any, **options: Any) -> Any:
             for _ in range(number):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(interrupt)
             result = call(*arguments, **options)
             for _ in range(number):
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(interrupt)
             return result
 
         return wrapped
@@ -284,7 +294,7 @@ def test_own_code_is_found_from_other_working_directories_and_when_moved(
 
 def test_a_used_run_folder_is_rejected(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"steps": 1, "iteration": 1}\n')
     code, _, error = ppo("train", "cartpole", "--run-dir", tmp_path)
     assert code == 2
     assert f"--resume {tmp_path}" in error

@@ -257,15 +257,18 @@ def test_a_suppressed_interrupt_is_raised_again() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_suppressed_sigterm_is_raised_again_only_within_sigterm_raises() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_suppressed_signal_is_raised_again_only_within_sigterm_raises(
+    number: signal.Signals,
+) -> None:
+    before = signal.getsignal(number)
     with sigterm_raises(), pytest.raises(Terminated), preserved_interrupts():  # noqa: PT012
         with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
         raise ImportError("half of it is not there")
     with preserved_interrupts():
-        assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert signal.getsignal(number) is before
+    assert signal.getsignal(number) is before
 
 
 def test_deferred_stderr_is_written_only_after_an_error(

@@ -56,6 +56,9 @@ def test_a_folder_with_files_is_not_used(name: str, tmp_path: Path) -> None:
 
 def test_a_run_that_never_started_can_be_created_again(tmp_path: Path) -> None:
     RunFolder.create(tmp_path, CONFIG)
+    # The run may have been killed during its first iteration.
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "tensorboard").mkdir()
     changed = CONFIG.replace(seed=3)
     RunFolder.create(tmp_path, changed)
     assert RunFolder.open(tmp_path)[1] == changed

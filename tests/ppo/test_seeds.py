@@ -19,10 +19,18 @@ RUN = """
 import json, os, signal, sys
 from pathlib import Path
 folder = Path(sys.argv[-1])
-seed = json.loads((folder / "config.json").read_text())["seed"]
+config = json.loads((folder / "config.json").read_text())
+seed = config["seed"]
 with (folder / "starts").open("a") as file:
     file.write("start\\n")
+def load():  # as the run does with its checkpoint and the options
+    for word in sys.argv:
+        if word.startswith("--set="):
+            _, key, value = word.split("=", 2)
+            config[key] = json.loads(value)
+    (folder / "config.json").write_text(json.dumps(config))
 def end(mean_return, steps=64, **more):
+    load()
     row = {"steps": steps, "iteration": 1, "mean_return": 0.0}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
     result = {"steps": steps, "mean_return": mean_return, **more}
@@ -112,6 +120,27 @@ def test_a_failed_seed_is_reported_and_resumed_while_the_others_finish(
     assert [each["total_steps"] for each in values] == [128, 128, 128]
 
 
+def test_settings_that_no_seed_can_use_leave_the_study_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_instead(monkeypatch, ALL_BUT_ONE)
+    ppo(*study(tmp_path / "study"))
+    settings = [*tmp_path.rglob("config.json"), *tmp_path.rglob("envs.json")]
+    before = [path.read_text() for path in settings]
+    changes = ("--set", "policy_layers=[3]", "--import", "a.py")
+    (tmp_path / "a.py").touch()
+    monkeypatch.chdir(tmp_path)
+    code, *_ = ppo("train", "--resume", tmp_path / "study", *changes)
+    assert (code, starts(tmp_path / "study")) == (1, [1, 2, 1])
+    assert [path.read_text() for path in settings] == before
+    log = "load(); (folder / 'words').write_text(' '.join(sys.argv[4:]))"
+    run_instead(monkeypatch, RUN + log)
+    ppo("train", "--resume", tmp_path / "study", *changes)
+    words = (tmp_path / "study" / "seed-8" / "words").read_text()
+    assert words.startswith("--set=policy_layers=[3] --connect=local")
+    assert f"--import={tmp_path / 'a.py'} --trust" in words
+
+
 def test_a_killed_seed_is_reported_with_its_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +174,11 @@ def test_seeds_that_a_callback_ended_are_finished(
         code, output, _ = ppo("train", "--resume", folder)
         assert code == 0, output
         assert "Mean return 5.0 over 3 of 3 seeds" in output
+        path = folder / "seed-7" / "evaluation.json"
+        final = json.loads(path.read_text())
+        # As by `ppo evaluate --sampled --checkpoint 32`.
+        later = {"steps": 32, "mean_return": 1.0, "actions": "sample", "final": final}
+        path.write_text(json.dumps(later))
     assert starts(folder) == [2, 2, 2]
     for words in (
         ("--resume", folder, "--metrics-port", "0"),

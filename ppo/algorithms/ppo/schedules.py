@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from ppo.config.config import Config
+from ppo.errors import CallbackError, ConfigError, PpoError
 from ppo.user_code import load_user_code, user_code_errors
 
 
@@ -126,11 +127,15 @@ class Schedules:
 
         Args:
           progress: Fraction of the run that is complete, in [0, 1].
+
+        Raises:
+          CallbackError: The user's function raised, or returned no valid factor.
         """
         config = self._config
         remaining = 1.0 - progress
         if self._function is not None:
-            rate = config.learning_rate * self._custom_factor(progress)
+            factor = self._custom_factor(progress, CallbackError)
+            rate = config.learning_rate * factor
         else:
             rate = {
                 "constant": config.learning_rate,
@@ -146,8 +151,10 @@ class Schedules:
             kl_penalty=self._kl_penalty.value,
         )
 
-    def _custom_factor(self, progress: float) -> float:
-        with user_code_errors(self._label, self._function):
+    def _custom_factor(
+        self, progress: float, kind: type[PpoError] = ConfigError
+    ) -> float:
+        with user_code_errors(self._label, self._function, kind):
             assert self._function is not None
             factor = float(self._function(progress))
             if not 0.0 <= factor < math.inf:
