@@ -44,7 +44,7 @@ class SimulatedDriver(BatchDriver):
         is_reset = self.were_reset(rows)
         self.ledger.skip_reset(observation[~is_reset], rows[~is_reset])
         if seeds is not None:
-            seeds = [seeds[index] for index in np.flatnonzero(is_reset)]
+            seeds = [seeds[index] for index in np.flatnonzero(is_reset).tolist()]
         self.ledger.reset(observation[is_reset], rows[is_reset], seeds)
 
     def were_reset(self, rows: Array) -> Array:
