@@ -118,7 +118,7 @@ def _train(
     """
     waiting = [seed for seed in runs if _mean_return(plan, runs[seed]) is None]
     running: dict[int, subprocess.Popen[bytes]] = {}
-    num_failed, is_saved = 0, not plan.is_resumed
+    num_failed, is_saved, source = 0, not plan.is_resumed, plan.env_source
     screen.phase("training", is_transient=True)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         stack.callback(_terminate, running)
@@ -126,9 +126,12 @@ def _train(
             if stop.has_fired():
                 _terminate(running)
             while waiting and len(running) < at_once and not stop.has_fired():
-                seed = waiting.pop(0)
-                changes = _changes(plan, seed, runs[seed])
-                running[seed] = _start(runs[seed], [*options, *changes])
+                run = runs[seed := waiting.pop(0)]
+                # No option removes modules, and the user was not asked about these.
+                if run.env_source().import_modules and not source.import_modules:
+                    run.save_env_source(source)
+                changes = _changes(plan, seed, run)
+                running[seed] = _start(run, [*options, *changes])
             # After a signal, there may be no process to wait for.
             for process in [*running.values()][:1]:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -240,9 +240,7 @@ def evaluate_run(
     counters = checkpoint.read_counters(run_folder.checkpoints, which)
     episodes = config.evaluation_episodes
     seed = evaluation_seed(config.seed)
-    more: dict[str, Any] = {"total_steps": config.total_steps}
-    if agent is None:
-        more = _final_evaluation(run_folder)
+    is_final = agent is not None
     with make_env(num_envs=min(config.num_envs, episodes), seed=seed) as env:
         if agent is None:
             agent = make_agent(env.observation_space, env.action_space, config)
@@ -256,6 +254,9 @@ def evaluate_run(
             time_limit=config.evaluation_time_limit,
             seed=seed,
         )._replace(steps=counters.steps)
+    more: dict[str, Any] = {"total_steps": config.total_steps}
+    if not is_final:  # read it now, because the run may have ended in the meantime
+        more = _final_evaluation(run_folder)
     try:
         run_folder.save_evaluation(evaluation.as_dict() | more)
     except RunWriteError as error:

@@ -10,6 +10,8 @@ import pytest
 from envserve.python_process import python_command
 from ppo.cli.options import user_command
 from ppo.cli.stop_signals import StopSignals
+from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.trust import EnvSource
 from tests.ppo.runs import ppo
 
 SETTINGS = ("--set", "total_steps=64", "--set", "num_envs=1", "--set", "horizon=64")
@@ -139,6 +141,19 @@ def test_settings_that_no_seed_can_use_leave_the_study_unchanged(
     words = (tmp_path / "study" / "seed-8" / "words").read_text()
     assert words.startswith("--set=policy_layers=[3] --connect=local")
     assert f"--import={tmp_path / 'a.py'} --trust" in words
+
+
+def test_seeds_do_not_import_modules_that_the_study_does_not_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user was asked only about the code that the study names."""
+    run_instead(monkeypatch, ALL_BUT_ONE)
+    ppo(*study(tmp_path / "study"))
+    seed = RunFolder(tmp_path / "study" / "seed-8")
+    seed.save_env_source(EnvSource(import_modules=("unknown_module",)))
+    ppo("train", "--resume", tmp_path / "study")
+    assert starts(tmp_path / "study") == [1, 2, 1]
+    assert seed.env_source() == EnvSource()
 
 
 def test_a_killed_seed_is_reported_with_its_signal(

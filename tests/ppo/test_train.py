@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 from tensorboard.backend.event_processing import plugin_event_accumulator
 
-from envserve.client import Status
+from envserve.client import BatchEnv, Status
 from envserve.errors import EnvError
 from ppo.agent.agent import Agent
 from ppo.environments import env_maker
@@ -447,8 +447,12 @@ def test_newest_checkpoint_is_evaluated_on_separate_envs(tmp_path: Path) -> None
     run(tmp_path / "run", maker=maker)
     run_folder, config = RunFolder.open(tmp_path / "run")
     final = {"steps": 64, "total_steps": 99}
-    (run_folder.path / "evaluation.json").write_text(json.dumps(final))
-    evaluation = evaluate_run(config, run_folder, maker)
+
+    def make_env(**arguments: Any) -> BatchEnv:  # the run ends at the same time
+        (run_folder.path / "evaluation.json").write_text(json.dumps(final))
+        return maker(**arguments)
+
+    evaluation = evaluate_run(config, run_folder, make_env)
     assert evaluation.returns.tolist() == [3.0, 3.0, 3.0]
     assert maker.made[1].is_closed
     assert maker.seeds[0] != maker.seeds[1]
