@@ -130,7 +130,6 @@ async def serve(
         watch = asyncio.create_task(
             _close_revoked(access, server) if access else _warn_of_no_keys(settings)
         )
-        stack.callback(watch.cancel)
         abort_reason = ""
         try:
             on_ready(tuple(sockets.addresses), len(names))

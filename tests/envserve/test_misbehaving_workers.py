@@ -299,7 +299,7 @@ def test_a_lack_of_resources_for_minutes_ends_a_worker(
     while not outcomes:
         outcomes = fake_pool.pool.collect(0.0)
         fake_pool.extra_seconds += 1.0
-    assert isinstance(outcomes[0].error, EnvStartError)
+    assert isinstance(outcomes[0].error, WorkerError)
     assert "could not be started: Too many open files" in str(outcomes[0].error)
     assert 60.0 < fake_pool.extra_seconds < 600.0
 
