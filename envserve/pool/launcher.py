@@ -249,14 +249,13 @@ class Launcher:
                     process_group=0,  # Ctrl-C must reach only the owner
                     **self._popen_options,
                 )
-            except OSError as error:
+            except BaseException as error:
+                self._channel.close()  # ends the template, which may run already
+                if not isinstance(error, OSError):  # an interrupt
+                    raise
                 raise_if_from_handler(error)
-                self._channel.close()
                 self._template_error = f"cannot run: {error}"
                 raise WorkerError(f"{command[0]} {self._template_error}") from None
-            except BaseException:  # an interrupt, after which the template may run
-                self._channel.close()
-                raise
 
     def launch(
         self,
