@@ -70,10 +70,10 @@ class DemoServer:
 
     def signal_worker(self, number: int) -> None:
         """Send the signal `number` to a random worker."""
-        templates = [pid for pid, *_ in child_processes(self._process.pid)]
-        workers = [pid for item in templates for pid, *_ in child_processes(item)]
+        templates = _children(self._process.pid)
+        workers = [pid for template in templates for pid in _children(template)]
         if not workers:
-            raise ServerError("no worker was found in /proc; try again")
+            raise ServerError("no worker was found; try again")
         os.kill(random.choice(workers), number)
 
     def kill_and_restart(self) -> None:
@@ -93,6 +93,13 @@ class DemoServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
+
+
+def _children(pid: int) -> list[int]:
+    if os.path.isdir("/proc"):
+        return [child for child, *_ in child_processes(pid)]
+    found = subprocess.run(["pgrep", "-P", str(pid)], stdout=subprocess.PIPE)
+    return [*map(int, found.stdout.split())]
 
 
 def _exit_with_parent() -> None:

@@ -36,7 +36,8 @@ class TcpProxy:
     def close(self) -> None:
         """Stop accepting connections; existing ones end when a peer closes them."""
         self._is_connected.set()
-        self._listening.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # macOS: `close` alone ends `accept`
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
     def _accept(self) -> None:

@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import secrets
+import sys
 import threading
 import time
 from importlib.metadata import version
@@ -60,7 +61,8 @@ class LocalStatusServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        if sys.platform == "linux":  # elsewhere, the folder's mode suffices
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(self.address)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)

@@ -100,15 +100,24 @@ class WorkerProcess:
     Attributes:
       fork_number: Number of the fork request for this process.
       channel: The pool's end of the socket pair; closing it makes the process exit.
+      worker_end: The worker's end, which the template receives; closed once the process
+        is forked, or earlier (see `Channel.send`).
       pid: Process id; None until the process is forked.
       exit: Exit of the process; None until it is known.
       kill_reason: Reason for killing the process; empty if it was not killed.
     """
 
-    def __init__(self, launcher: Launcher, fork_number: int, channel: Channel) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        fork_number: int,
+        channel: Channel,
+        worker_end: socket.socket,
+    ) -> None:
         """Store the arguments; the process is not forked yet."""
         self.fork_number = fork_number
         self.channel = channel
+        self.worker_end = worker_end
         self.pid: int | None = None
         self.exit: Exit | None = None
         self.kill_reason = ""
@@ -288,9 +297,8 @@ class Launcher:
             own_end, worker_end = _socket_pair()
         self._expect_report()
         self._num_forks += 1
-        process = WorkerProcess(
-            self, self._num_forks, Channel(own_end, selector, selector_data)
-        )
+        channel = Channel(own_end, selector, selector_data)
+        process = WorkerProcess(self, self._num_forks, channel, worker_end)
         self._pending[process.fork_number] = process
         self._send({"fork": process.fork_number}, worker_end)
         return process
@@ -439,6 +447,7 @@ class Launcher:
             del self._running[message["pid"]]
         elif message.get("fork") in self._pending:
             process = self._pending[message["fork"]]
+            process.worker_end.close()
             if "error" in message:
                 process.exit = Exit(0, 1, message["error"], lacks_resources=True)
             else:
@@ -484,6 +493,7 @@ class Launcher:
                 kill_group(pid)
             process.exit = Exit(pid, -signal.SIGKILL)
         for process in self._pending.values():
+            process.worker_end.close()
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
         num_killed = len(self._running)

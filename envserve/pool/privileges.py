@@ -15,6 +15,7 @@ _ONE_THREAD: Final = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "VECLIB_MAXIMUM_THREADS": "1",  # macOS; its threads do not survive a fork
 }
 #: Variables that workers always inherit, even if `worker_env` does not name them.
 _ALWAYS_INHERITED: Final = frozenset(
@@ -42,6 +43,7 @@ def popen_options(host: HostSettings | None) -> dict[str, Any]:
     if host is not None and host.worker_user:
         user = pwd.getpwnam(host.worker_user)
         groups = os.getgrouplist(user.pw_name, user.pw_gid)
+        groups = groups[: os.sysconf("SC_NGROUPS_MAX")]  # macOS lists more than that
         name = user.pw_name
         options["env"] |= {"HOME": user.pw_dir, "LOGNAME": name, "USER": name}
         options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}

@@ -19,6 +19,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: Maximum length of the temporary folder's path, because on macOS, the path of a socket
 #: in the folder may have at most 103 bytes.
 _MAX_FOLDER_BYTES: Final = 70
+#: Limit on open files that every macOS accepts if the hard limit is "unlimited".
+_OPEN_MAX: Final = 10240
 #: Plain ints, because combining pyzmq's enum members with `|` is slow.
 NOBLOCK: Final = int(zmq.NOBLOCK)
 _POLLIN: Final = int(zmq.POLLIN)
@@ -175,10 +177,12 @@ def raise_file_limit() -> int:
       The limit that is now in effect.
     """
     limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != hard:
+    for soft in (hard, max(limit, _OPEN_MAX)) if limit != hard else ():
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            limit = hard
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         except (OSError, ValueError) as error:  # macOS rejects its own "unlimited"
             _LOGGER.info("cannot raise the limit of %d open files: %s", limit, error)
+        else:
+            limit = soft
+            break
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit

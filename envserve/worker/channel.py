@@ -22,6 +22,7 @@ import select
 import selectors
 import socket
 import struct
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,15 @@ HEADER: Final = struct.Struct("<BxHII")
 #: Maximum number of bytes to read at once; larger than any report of the template.
 #: Other messages may need several reads.
 _MAX_READ_BYTES: Final = 1 << 18
-#: Temporary errors of a send: a buffer is full, or the system lacks resources.
-_BUSY_ERRNOS: Final = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
+#: Temporary errors of a send: a buffer is full, or the system lacks resources. EMSGSIZE
+#: is macOS's error if the buffer lacks room for a descriptor.
+_BUSY_ERRNOS: Final = {
+    errno.EAGAIN,
+    errno.EMSGSIZE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.ETOOMANYREFS,
+}
 
 #: Maximum encoded size of the arguments of a call, and of its result for one row.
 MAX_CALL_BYTES: Final = 32 << 20
@@ -229,7 +237,9 @@ class Channel:
         Args:
           data: Encoded messages.
           passed_fd: A descriptor to pass with the messages, or a socket, which is
-            closed once its descriptor was passed.
+            closed once its descriptor was passed. On macOS, the caller closes the
+            socket once the peer has received it, because an earlier close may end the
+            passed connection.
         """
         if not self.unsent and passed_fd is None:
             try:
@@ -257,7 +267,7 @@ class Channel:
                     # read.
                     self._drop_unsent()
                 break
-            if isinstance(passed, socket.socket):
+            if isinstance(passed, socket.socket) and sys.platform != "darwin":
                 passed.close()
             self.unsent[0] = data[sent:], None
             if sent == len(data):

@@ -67,6 +67,9 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 #: Signal that makes a worker write its Python stack to stderr, unless an env has
 #: replaced the handler.
 _STACK_SIGNAL: Final = signal.SIGUSR2
+#: The C stack that Python 3.14 appends would displace the Python stack from the last
+#: 4 KiB of stderr, which are reported.
+_STACK_OPTIONS: Final = {"c_stack": False} if sys.version_info >= (3, 14) else {}
 #: Maximum time for a worker to write its stack before it is killed.
 _STACK_SECONDS: Final = 0.08
 #: Maximum time for the rest of the stack, once its first part has arrived.
@@ -456,7 +459,7 @@ class _Template:
                 os.dup2(stderr_fd, 2)
                 os.close(stderr_fd)
             # Print the Python stack of a crash in C code.
-            faulthandler.enable(2, all_threads=False)
+            faulthandler.enable(2, all_threads=False, **_STACK_OPTIONS)
             faulthandler.register(_STACK_SIGNAL, 2, all_threads=False)
             os.set_inheritable(fd, False)
             channel = unpatched.socket(fileno=fd)

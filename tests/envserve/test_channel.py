@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any
 
@@ -58,6 +59,33 @@ def test_message_that_is_too_long_is_rejected_by_its_header() -> None:
     header[-4:] = (2**32 - 1).to_bytes(4, "little")
     with pytest.raises(WorkerError, match="4294967295 bytes"):
         list(MessageDecoder().feed(bytes(header)))
+
+
+class Full(socket.socket):
+    """A socket whose first `sendmsg` finds no room for a descriptor."""
+
+    is_full = True
+
+    def sendmsg(self, *arguments: Any) -> int:
+        if self.is_full:
+            self.is_full = False
+            raise OSError(errno.EMSGSIZE, "Message too long")  # as macOS does
+        return super().sendmsg(*arguments)
+
+
+def test_a_message_is_sent_later_if_there_is_no_room_for_its_descriptor() -> None:
+    ours, theirs = socket.socketpair()
+    passed, kept = socket.socketpair()
+    message = pack_message(MessageKind.FORK, 1, 2)
+    with kept, theirs, Full(fileno=ours.detach()) as full:
+        channel = Channel(full)
+        channel.send(message, passed)
+        channel.flush()
+        data, (fd,), _, _ = socket.recv_fds(theirs, 100, 1)
+        assert data == message
+        with socket.socket(fileno=fd) as received, passed:
+            kept.send(b"x")
+            assert received.recv(1) == b"x"
 
 
 class Interrupted(socket.socket):

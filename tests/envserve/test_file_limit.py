@@ -99,3 +99,15 @@ def test_an_unlimited_number_of_files_is_a_large_number(
     unlimited = resource.RLIM_INFINITY  # -1 on Linux
     monkeypatch.setattr(resource, "getrlimit", lambda _: (unlimited, unlimited))
     assert raise_file_limit() == sys.maxsize
+
+
+def test_the_limit_is_raised_if_the_system_rejects_its_own_hard_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def set_limit(_: int, limits: tuple[int, int]) -> None:  # as macOS does
+        if limits[0] > 10240:
+            raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, sys.maxsize))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    assert raise_file_limit() == 10240

@@ -19,6 +19,7 @@ import logging
 import os
 import secrets
 import socket as socketlib
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -167,7 +168,10 @@ class ServerSockets:
             socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
             socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
             if user == "local":
-                socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+                # macOS's libzmq lacks this option; the mode of the socket's file also
+                # excludes other users.
+                if sys.platform == "linux":
+                    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             elif self._secret is not None:
                 socket.setsockopt(zmq.CURVE_SERVER, 1)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
