@@ -55,7 +55,7 @@ def for_categorical(log_ratio: Any, new: Any, weight: Any, **_: Any) -> Any:
 
 
 def for_gaussian(log_ratio: Any, new: Any, old: Any, weight: Any, **_: Any) -> Any:
-    shift = tf.reduce_sum(tf.square(new.mean - old.mean), axis=-1)  # line 58
+    shift = tf.reduce_sum(tf.square(new.mean - old.mean), axis=-1)
     return masked_mean(shift - log_ratio, weight)
 
 

@@ -134,6 +134,15 @@ def test_only_the_newest_checkpoints_are_kept_and_the_newest_is_read(
     assert checkpoint.read_counters(tmp_path) == Counters(11, 1100)
 
 
+def test_a_saved_checkpoint_and_its_name_are_flushed_to_disk(
+    tmp_path: Path, flushed_inodes: list[int]
+) -> None:
+    path = Learner().save(tmp_path, 1)
+    *files, folder, parent = flushed_inodes
+    assert sorted(files) == sorted(file.stat().st_ino for file in path.iterdir())
+    assert [folder, parent] == [path.stat().st_ino, tmp_path.stat().st_ino]
+
+
 def test_an_unfinished_checkpoint_is_ignored_and_replaced(tmp_path: Path) -> None:
     learner = Learner()
     learner.save(tmp_path, 1)

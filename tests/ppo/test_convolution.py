@@ -183,11 +183,10 @@ def test_policy_and_value_share_the_torso_if_configured(shared: bool) -> None:
     features = agent.preprocess(observation)
     with tf.GradientTape(persistent=True) as tape:
         distribution, value = agent.distribution_and_value(features)
-        entropy = distribution.log_prob(tf.constant([0, 1, 0, 1], tf.int64))
+        log_prob = distribution.log_prob(tf.constant([0, 1, 0, 1], tf.int64))
     np.testing.assert_allclose(value, agent.value(features), atol=1e-6)
     alone = agent.distribution(features)
     np.testing.assert_allclose(distribution.entropy(), alone.entropy(), atol=1e-6)
     kernels = [v.value for v in agent.trainable_variables if len(v.shape) == 4]
-    for part, reached in ((entropy, 3), (value, 3)):
-        gradients = tape.gradient(part, kernels)
-        assert sum(g is not None for g in gradients) == reached
+    for part in (log_prob, value):
+        assert sum(g is not None for g in tape.gradient(part, kernels)) == 3

@@ -107,12 +107,8 @@ def test_first_env_index_applies_only_to_training_envs(
         make_env = env_maker(CONFIG, addresses, first_env_index=24)
         make_env(num_envs=8, seed=5, is_training=True)
         make_env(num_envs=8, seed=5)
-    assert [named["first_env_index"] for _, _, named in batch_env_calls] == [
-        24,
-        0,
-        24,
-        0,
-    ]
+    indices = [named["first_env_index"] for _, _, named in batch_env_calls]
+    assert indices == [24, 0, 24, 0]
 
 
 def test_training_waits_for_servers_and_evaluation_uses_live_ones(

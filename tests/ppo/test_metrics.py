@@ -60,6 +60,7 @@ def test_a_row_aggregates_all_iterations_since_the_previous_row(tmp_path: Path) 
         parts = [row[name] for row in single]
         assert joined[0][name] == pytest.approx(np.mean(parts[:3]))
         assert joined[1][name] == pytest.approx(np.mean(parts[3:]))
+    assert joined[0]["kl"] == max(row["kl"] for row in single[:3])
     for name in ("learning_rate", "kl_penalty", "mean_length", "observation_mean_max"):
         assert joined[1][name] == single[4][name]
     assert single[3]["kl_penalty"] != single[4]["kl_penalty"]

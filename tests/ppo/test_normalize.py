@@ -84,9 +84,12 @@ def test_very_large_rewards_cause_no_numpy_warnings() -> None:
     assert Evaluation(np.array([1e308, 1e308]), np.ones(2)).mean_return == np.inf
 
 
-def test_lost_step_resets_the_return_and_is_not_counted() -> None:
+@pytest.mark.parametrize("ends_the_episode", [True, False])  # padding does not
+def test_invalid_step_resets_the_return_and_is_not_counted(
+    ends_the_episode: bool,
+) -> None:
     scale = ReturnScale(num_envs=1, discount=0.5)
     reward = np.array([[1.0], [1e9], [4.0]])
     lost = np.array([[False], [True], [False]])
-    scale.update(reward, lost, ~lost)
+    scale.update(reward, lost & ends_the_episode, ~lost)
     assert scale.factor.numpy() == pytest.approx(1 / np.std([1.0, 4.0]))

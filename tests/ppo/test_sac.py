@@ -13,9 +13,14 @@ from ppo.agent.actions.distributions import SquashedGaussian
 from ppo.algorithms.sac.replay_buffer import ReplayBuffer
 from ppo.algorithms.sac.sac import SAC
 from ppo.config import Config
-from ppo.errors import CheckpointError, ConfigError, UnsupportedSpaceError
+from ppo.errors import (
+    CheckpointError,
+    ConfigError,
+    DivergedError,
+    UnsupportedSpaceError,
+)
 from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv
-from tests.ppo.runs import Maker, rollout_of, rows_of, run
+from tests.ppo.runs import Maker, eagerly, rollout_of, rows_of, run
 from tests.ppo.sac_in_numpy import Reference
 
 CONFIG = Config(
@@ -83,6 +88,15 @@ def test_value_ends_at_termination_and_continues_after_truncation(
     for seed in range(8):
         metrics = sac.learn(rollout, progress=0.0, seed=(seed, 0))
     assert metrics["value"] == pytest.approx(expected, abs=0.15)
+
+
+@eagerly()
+def test_a_loss_that_is_not_finite_is_an_error() -> None:
+    config = CONFIG.replace(random_steps=0)
+    sac = SAC(SAC.make_agent(BOX, ACTIONS, config), config)
+    rollout = rollout_of(8, 2, reward=np.full((8, 2), 1e30))  # its square overflows
+    with pytest.raises(DivergedError, match="expected finite losses, got"):
+        sac.learn(rollout, progress=0.0, seed=(0, 0))
 
 
 def test_updates_equal_their_recomputation(

@@ -7,27 +7,15 @@ import pytest
 import tensorflow as tf
 
 from envserve.client import BatchEnv
-from ppo.agent.agent import Agent
-from ppo.algorithms.ppo.update import Updater
-from ppo.config import Config
 from ppo.errors import DivergedError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.simulate import Simulation
-from tests.ppo.runs import agent_simulation, copy, eagerly, two_lanes
+from tests.ppo.runs import copy, two_lanes
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 HORIZON = 30
 NUM_ENVS = 6
-CONFIG = Config(
-    env_name="CartPole-v1",
-    num_envs=NUM_ENVS,
-    num_splits=2,
-    minibatch_size=60,
-    horizon=HORIZON,
-    epochs=1,
-    jit_compile=False,
-)
 
 
 def local(num_splits: int) -> BatchEnv:
@@ -168,28 +156,3 @@ def test_policy_gets_the_rows_of_one_split() -> None:
     with local(2) as batch:
         Simulation(InGraphBatchEnv(batch), policy, HORIZON, noise=draw).run((0, 0))
     assert set(map(str, shapes)) == {"([3, 4], [3, 1])"}
-
-
-def test_noise_of_a_row_does_not_depend_on_the_splits() -> None:
-    """Log-probabilities may differ in rounding, because the batch size differs."""
-    actions = []
-    for num_splits in (1, 2):
-        with local(num_splits) as batch:
-            agent = Agent(batch.observation_space, batch.action_space, CONFIG)
-            rollout = agent_simulation(agent, InGraphBatchEnv(batch), HORIZON).run(
-                (1, 2)
-            )
-            actions.append((rollout.action.copy(), rollout.log_prob.copy()))
-    np.testing.assert_array_equal(actions[0][0], actions[1][0])
-    np.testing.assert_allclose(actions[0][1], actions[1][1], rtol=1e-5)
-
-
-def test_ratio_is_one_before_the_first_gradient_step() -> None:
-    with local(2) as batch:
-        agent = Agent(batch.observation_space, batch.action_space, CONFIG)
-        simulation = agent_simulation(agent, InGraphBatchEnv(batch), HORIZON)
-        rollout = simulation.run((1, 2))
-        with eagerly():
-            learned = Updater(agent, CONFIG).update(rollout, seed=(3, 4))
-    assert learned["ratio_deviation"] < 1e-5
-    assert learned["approximate_kl"] > 0

@@ -269,6 +269,17 @@ def test_ten_iterations_with_few_valid_steps_end_the_run(tmp_path: Path) -> None
     assert counters(tmp_path / "run") == (10, 10)
 
 
+def test_every_episode_may_be_lost_only_if_numbers_that_are_not_finite_are_masked(
+    tmp_path: Path,
+) -> None:
+    lost = frozenset((step, b) for step in range(2, 300, 3) for b in range(2))
+    config = SMALL.replace(total_steps=256)
+    with pytest.raises(EnvsLostError, match="every env has lost its last 50 episodes"):
+        run(tmp_path / "raise", config, losing(lost))
+    config = config.replace(nonfinite="mask")
+    assert run(tmp_path / "mask", config, losing(lost)).is_finished
+
+
 def test_checkpoints_are_written_by_time_too(tmp_path: Path) -> None:
     config = SMALL.replace(total_steps=48, checkpoint_every=0, checkpoints_to_keep=9)
     for seconds, expected in ((0.0, [1, 2, 3]), (1e6, [1, 3])):

@@ -166,6 +166,8 @@ def test_a_run_that_was_made_here_is_trusted_wherever_it_is_copied(
         ("my_env.py:Walk", "my_env.py:Other"),
         ('"env_kwargs": {}', '"env_kwargs": {"command": "rm"}'),
         ('"callbacks": []', '"callbacks": ["a:b"]'),
+        ('"wrappers": []', '"wrappers": [{"name": "ClipAction"}]'),
+        ('"insecure": false', '"insecure": true'),
     ]:
         assert old in text
         Path("run/config.json").write_text(text.replace(old, new))

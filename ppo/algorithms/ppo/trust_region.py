@@ -54,12 +54,11 @@ class EpochRollback:
     """
 
     def __init__(self, variables: Sequence[Any], optimizer: keras.optimizers.Optimizer):
-        # Keras's SGD names its slots differently from the other optimizers.
-        slots = getattr(optimizer, "_momentums", getattr(optimizer, "momentums", []))
-        momentums = [
-            slots[optimizer._get_variable_index(variable)]
-            for variable in (variables if slots else ())
-        ]
+        # Keras derives the names of slots from those of variables.
+        kinds = ("momentum", "linear")  # Ftrl computes variables from the latter
+        paths = [variable.path.replace("/", "_") for variable in variables]
+        names = {f"{path}_{kind}" for path in paths for kind in kinds}
+        momentums = [slot for slot in optimizer.variables if slot.name in names]
         self._variables = [variable.value for variable in (*variables, *momentums)]
 
     @tf.autograph.experimental.do_not_convert
