@@ -235,7 +235,7 @@ def test_the_error_about_missing_packages_names_the_extra(
         MetricsPort(0)
 
 
-def test_a_server_provides_its_counters(serve: Serve, join: Any) -> None:
+def test_a_server_provides_its_counters(serve: Serve) -> None:
     server = serve("--metrics-port", "0")
     address = server.log.rpartition("metrics are at ")[2].split()[0]
     assert address.startswith("http://127.0.0.1:")

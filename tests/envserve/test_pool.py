@@ -76,7 +76,7 @@ def test_worker_imports_no_zmq_asyncio_or_tensorflow(make_pool: PoolMaker) -> No
 
 
 def test_output_of_envs_goes_to_standard_error(
-    launcher: Launcher, make_pool: PoolMaker, capfd: pytest.CaptureFixture[str]
+    make_pool: PoolMaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scripts = {"init": "print('built')", "step": "os.system('echo stepped')"}
     with contextlib.closing(Launcher(["odd_envs"])) as own:

@@ -155,6 +155,13 @@ def test_a_key_leaves_a_quarter_of_the_processes_to_others() -> None:
     assert len(server.pools) == 8
 
 
+def test_a_lease_of_a_key_may_use_all_workers() -> None:
+    server = KeyServer(grant(), num_workers=4, max_processes=4)
+    server.attach(num_envs=4)
+    (pool,) = server.pools.values()
+    assert pool.config.num_workers == 4
+
+
 def test_users_without_a_key_may_use_all_processes() -> None:
     server = KeyServer(num_workers=1, envs_per_worker=100, max_processes=8)
     for _ in range(8):
@@ -278,6 +285,8 @@ def test_a_welcome_lists_the_envs_and_limits_of_the_user() -> None:
     greeting = welcome(server, "ann")
     assert (greeting.env_names, greeting.num_names) == (("ALE/Pong-v5",), 1)
     assert (greeting.total_envs, greeting.free_envs) == (3, 1)
+    server.grants["ann"] = grant(max_envs=1)  # fewer than are leased
+    assert welcome(server, "ann").free_envs == 0
     greeting = welcome(server, "local")
     assert (greeting.env_names, greeting.num_names) == (NAMES, 3)
     assert (greeting.total_envs, greeting.free_envs) == (16, 10)

@@ -54,6 +54,14 @@ def test_call_results_are_cached_up_to_a_limit() -> None:
     assert not lease.result_cache.num_bytes
 
 
+def test_a_call_result_above_the_limit_of_the_cache_is_returned() -> None:
+    client = RawClient(FakeServer(HostSettings(num_workers=2, max_buffered_mib=1)))
+    client.send(call_of(client, (0, (0,))))
+    picture = codec.encode([bytes(2 << 20)])
+    (reply,) = client.deliver_outcomes([Outcome(0, result=picture)])
+    assert bytes(reply.payload) == picture
+
+
 def test_a_call_is_answered_block_by_block(client: RawClient) -> None:
     frames = call_of(client, (1, (3, 2)), (0, (0,)))
     assert client.send(frames) == []

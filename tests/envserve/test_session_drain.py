@@ -165,6 +165,8 @@ def test_a_drain_does_not_wait_for_a_client_that_was_silent_for_too_long() -> No
     server.carry_out(server.protocol.expire_leases(1000.0), 1000.0)
     assert not server.pools
     assert server.protocol.has_ended
+    server.carry_out(server.protocol.stop(), 1000.0)
+    assert server.protocol.has_ended
     assert state_of(client) is ClientState.READY
 
 

@@ -199,7 +199,7 @@ def test_no_cell_is_truncated_at_usual_widths(width: int) -> None:
     assert "1.2.3" in text
 
 
-def test_a_narrow_terminal_shows_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_narrow_terminal_shows_a_list() -> None:
     lines = [line.strip() for line in shown([polled()], 40)]
     assert {"sim1:5555", "envs: 16 of 64", "p99: 9.51 ms"} <= {*lines}
     assert "faults: 2 died, 1 raised" in lines

@@ -203,9 +203,3 @@ def test_a_value_is_cast_although_an_env_makes_numpy_raise_errors(
     with np.errstate(all="raise"):
         cast = convert_leaf(leaf, np.array([value]), EnvChecks(), object)
     assert cast.tolist() == [expected]
-
-
-def test_the_table_is_long_enough() -> None:
-    observations, rewards, *_, infos = map(len, TABLES)
-    assert observations + rewards >= 40
-    assert infos >= 25

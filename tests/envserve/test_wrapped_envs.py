@@ -123,7 +123,7 @@ def test_arguments_are_checked_before_a_server_is_contacted() -> None:
 
 
 def test_a_server_applies_only_registered_wrappers_and_explains_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "user_wrappers.py").write_text(USER_WRAPPERS)
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
