@@ -45,14 +45,6 @@ def array_bytes(dtype: int, shape: tuple[int, ...], body: bytes = b"") -> bytes:
     return bytes(msgpack.packb(msgpack.ExtType(1, header + body)))
 
 
-def are_identical(left: Any, right: Any) -> bool:
-    return (
-        left.dtype == right.dtype
-        and left.shape == right.shape
-        and left.tobytes() == right.tobytes()
-    )
-
-
 @given(plain)
 def test_plain_values_are_decoded_with_equal_value_and_type(value: Any) -> None:
     again = decode(encode(value), max_bytes=1 << 24)
@@ -67,14 +59,14 @@ def test_large_ints_are_decoded_with_equal_value(value: int) -> None:
 
 @given(arrays)
 def test_arrays_are_decoded_bit_for_bit(array: np.ndarray[Any, Any]) -> None:
-    assert are_identical(decode(encode(array)), array)
+    assert_identical(decode(encode(array)), array)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_has_a_code_and_survives_a_round_trip(dtype: np.dtype[Any]) -> None:
     assert codec.dtype_from_code(codec.dtype_code(dtype)) == dtype
     array = np.arange(6).reshape(2, 3).astype(dtype)
-    assert are_identical(decode(encode({"a": [array]}))["a"][0], array)
+    assert_identical(decode(encode({"a": [array]}))["a"][0], array)
 
 
 def test_dtype_codes_never_change() -> None:
@@ -97,7 +89,7 @@ def test_dtype_codes_never_change() -> None:
 def test_the_memory_layout_of_an_array_does_not_matter(
     array: np.ndarray[Any, Any],
 ) -> None:
-    assert are_identical(decode(encode(array)), np.ascontiguousarray(array))
+    assert_identical(decode(encode(array)), np.ascontiguousarray(array))
 
 
 def test_big_endian_array_keeps_its_values_in_native_order() -> None:

@@ -93,7 +93,7 @@ def test_help_fits_the_terminal_and_truncates_no_name(
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_usage_names_each_argument(command: Sequence[str], run: Run) -> None:
+def test_usage_begins_with_the_command(command: Sequence[str], run: Run) -> None:
     usage = run(*command, "--help")[1].split("\n\n")[0]
     assert usage.startswith(f"usage: {' '.join(command)} ")
     assert "......" not in usage
@@ -606,7 +606,7 @@ def test_completion_is_appended_to_the_startup_file(tmp_path: Path) -> None:
     assert file.read_bytes() == b"# caf\xe9\n" + code.encode()
 
 
-def test_bash_completes_with_the_code_that_it_is_given(tmp_path: Path) -> None:
+def test_bash_completes_with_the_code_that_it_is_given() -> None:
     # Like readline: bash runs the command of `complete -C`, which prints candidates.
     code = python("-m", "envserve", "--show-completion", SHELL="bash").stdout.decode()
     command = re.findall("'(.*)'", code)[0].replace(

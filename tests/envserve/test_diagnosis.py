@@ -32,7 +32,7 @@ from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import CurveKeys, KeyPair
 from envserve.session.client.liveness import Timeouts
-from tests.envserve.conftest import Serve
+from tests.envserve.conftest import Serve, WaitUntil
 from tests.envserve.server_process import make_config
 
 SERVER, CLIENT, OTHER = KeyPair.generate(), KeyPair.generate(), KeyPair.generate()
@@ -440,7 +440,7 @@ def test_a_process_without_free_descriptors_cannot_diagnose_a_handshake(
 
 
 def test_a_diagnosis_is_repeated_if_no_thread_can_be_started(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     diagnosis = Diagnosis("tcp://127.0.0.1:1", None, SECONDS)
     failing = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -448,7 +448,5 @@ def test_a_diagnosis_is_repeated_if_no_thread_can_be_started(
     assert diagnosis.poll(time.monotonic() + SECONDS) is None
     failing.assert_called_once()
     monkeypatch.undo()
-    give_up_at = time.monotonic() + SLACK_SECONDS
-    while diagnosis.poll(time.monotonic()) is None and time.monotonic() < give_up_at:
-        time.sleep(0.05)
+    wait_until(lambda: diagnosis.poll(time.monotonic()) is not None, SLACK_SECONDS)
     assert "connection refused" in str(diagnosis.poll(time.monotonic()))

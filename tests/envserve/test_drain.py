@@ -39,6 +39,7 @@ def replies_to(user: str, times: int = 1) -> tuple[list[Message], int]:
 def test_the_user_of_the_server_gets_the_grace_period_and_can_ask_again() -> None:
     replies, num_drains = replies_to("local", times=2)
     assert num_drains == 2
+    assert len(replies) == 2
     for reply in replies:
         assert reply.type is MessageType.DRAIN
         assert (reply.request, reply.boot) == (3, 7)

@@ -240,7 +240,7 @@ def test_rows_spread_again_when_a_server_is_back(
     while not (moved := rows_at(player, first)).size:
         result = player.step()
         assert result.valid[rows_at(player, other)].all()
-    result = player.step()
+    player.step()
     step_until_valid(player, moved)
     assert len(moved) == 4
     for _ in range(3 * LENGTH):
@@ -452,7 +452,7 @@ def test_a_server_whose_key_is_unknown_gets_no_messages(
 
 
 def test_a_batch_starts_with_few_servers_and_adds_later_ones(
-    source: Source, play: Play, tmp_path: Path, serve: Serve
+    source: Source, tmp_path: Path, serve: Serve
 ) -> None:
     early, late = [source.lend(4), source.lend(4)], [free_address(), free_address()]
     addresses = [*(server.address for server in early), *late]
@@ -508,7 +508,7 @@ def test_a_batch_starts_with_few_servers_and_adds_later_ones(
 
 
 def test_a_server_that_cannot_create_the_envs_does_not_end_a_start(
-    source: Source, play: Play, tmp_path: Path
+    source: Source, tmp_path: Path
 ) -> None:
     """It is not ready either: its only named env cannot be imported."""
     (tmp_path / "broken.py").write_text(BROKEN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from envserve.session.server.quotas import Quota
 from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.wire.bodies import Attach
+from envserve.worker.rendering import headless_variables
 from tests.envserve.conftest import Serve, WaitUntil
 
 PLACE = """
@@ -253,8 +255,6 @@ def test_the_workers_of_a_server_see_their_gpus(file: str, serve: Serve) -> None
 
 @pytest.mark.usefixtures("one_launcher")
 def test_a_second_env_of_a_process_that_fails_gets_a_hint(file: str) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     hint = "\nHint: The first env of this worker was built, a later one was not. If "
@@ -280,7 +280,7 @@ def test_the_first_step_of_an_env_has_the_timeout_of_a_reset(
         for action in (0, 0, 0, 1, 0, 0):  # 1 replaces the env, which compiles again
             result = batch.step([0, action])
             assert result.valid.tolist() == [True, action == 0]
-            assert "timed out" not in result.infos.get(1, {}).get("fault", "")
+            assert "timed out" not in str(result.infos)
         assert not batch.step([0, 2]).valid[0]
 
 
@@ -297,30 +297,18 @@ def test_the_first_step_of_a_vector_env_has_the_timeout_of_a_reset(file: str) ->
 
 
 @pytest.mark.parametrize(
-    ("chosen", "mode", "expected"),
-    [
-        ("", "rgb_array", ["egl", "osmesa", None]),
-        ("", None, [None]),
-        ("osmesa", "rgb_array", ["osmesa"]),
-    ],
+    ("chosen", "mode"), [("", "rgb_array"), ("", None), ("osmesa", "rgb_array")]
 )
 def test_a_trainers_images_need_no_screen(
-    file: str,
-    chosen: str,
-    mode: str | None,
-    expected: list[str | None],
-    monkeypatch: pytest.MonkeyPatch,
+    file: str, chosen: str, mode: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from envserve.worker.rendering import headless_variables
-
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "MUJOCO_GL"):
         monkeypatch.delenv(name, raising=False)
-    if mode and not chosen:
-        expected = [headless_variables(os.environ).get("MUJOCO_GL")]
+    found = headless_variables(os.environ).get("MUJOCO_GL") if mode else None
     if chosen:
         monkeypatch.setenv("MUJOCO_GL", chosen)
     envs = envserve.make_vec(f"{file}:Place", 1, render_mode=mode)
-    assert envs.get_attr("backend")[0] in expected
+    assert [*envs.get_attr("backend")] == [chosen or found]
     envs.close()
 
 

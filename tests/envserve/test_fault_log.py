@@ -288,7 +288,7 @@ def test_crash_in_a_reset_names_the_env(
 
 
 def test_end_of_stderr_is_printable_and_on_one_line(
-    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = "os.write(2, b'\\x1b[31mred\\xff\\r\\xed\\xa0\\x80\\n\\n'); os._exit(3)"
     pool = make_pool(SCRIPT, 1, 1, env_kwargs={"step": script}, crash_dir=None)

@@ -119,7 +119,7 @@ def test_a_long_path_of_the_temporary_folder_does_not_prevent_connections(
         assert observer.status(60.0).total_envs == 4
 
 
-def test_a_closed_batch_is_reported_as_idle(monkeypatch: Any) -> None:
+def test_a_closed_batch_is_reported_as_idle() -> None:
     batch = BatchEnv.local(LEDGER, 2, 1, seed=3, import_modules=[MODULE])
     with LocalStatusServer(batch) as server, Observer(server.address) as observer:
         batch.reset()

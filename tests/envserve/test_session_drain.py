@@ -98,9 +98,15 @@ def test_clients_can_be_notified_of_the_longest_grace_period() -> None:
     assert client.state is ClientState.READY
 
 
-def test_a_client_that_has_reconnected_is_notified_over_its_new_connection() -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_a_client_that_has_reconnected_is_notified_over_its_new_connection(
+    is_idle: bool,
+) -> None:
     server, client = make_pair()
-    client.submit_step([0], 0.0)
+    if is_idle:
+        client.record_connect(0.0)
+    else:
+        client.submit_step([0], 0.0)
     (frames,) = take_outgoing(client)
     server.receive((b"another route", ""), frames, 0.0)
     drain(server)
@@ -165,7 +171,7 @@ def test_a_drain_does_not_wait_for_a_client_that_was_silent_for_too_long() -> No
     server.carry_out(server.protocol.expire_leases(1000.0), 1000.0)
     assert not server.pools
     assert server.protocol.has_ended
-    server.carry_out(server.protocol.stop(), 1000.0)
+    server.carry_out(server.protocol.stop(1000.0), 1000.0)
     assert server.protocol.has_ended
     assert state_of(client) is ClientState.READY
 
