@@ -40,8 +40,9 @@ class FakeWorker:
         self.was_killed = self.is_ready = False
         ours, self.theirs = socket.socketpair()
         number = len(launcher.workers)
+        channel = Channel(ours, *selector_arguments)
         self.process = WorkerProcess(
-            cast(Launcher, launcher), number, Channel(ours, *selector_arguments)
+            cast(Launcher, launcher), number, channel, self.theirs
         )
         self.process.pid = 1000 + number
         self.theirs.settimeout(40.0)
