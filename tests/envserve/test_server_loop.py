@@ -49,7 +49,10 @@ ATTACH = Attach(env_name="CartPole-v1", num_envs=4, seed=1).encode()
 class Peer:
     """A DEALER socket that sends arbitrary messages."""
 
-    def __init__(self, context: zmq.asyncio.Context, address: str) -> None:
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, server_sockets: ServerSockets
+    ) -> None:
+        self.server_sockets = server_sockets
         self._socket = context.socket(zmq.DEALER)
         self._socket.connect(address)
 
@@ -104,7 +107,7 @@ async def running(
     router = Router(sockets, SendBudget(0, 0))
     server_loop = ServerLoop(host, router, protocol, launcher, asyncio.Event())
     try:
-        yield server_loop, Peer(peers, address)
+        yield server_loop, Peer(peers, address, sockets)
     finally:
         await server_loop.stop(0.0)
         peers.destroy(linger=0)
@@ -255,7 +258,7 @@ async def test_messages_that_arrive_while_a_key_is_revoked_are_read(
 ) -> None:
     async with running(tmp_path, launcher) as (server_loop, peer):
         await peer.send(MessageType.HELLO, 1, Hello().encode())
-        while not server_loop._router.sockets.has_unread():
+        while not peer.server_sockets.has_unread():
             pass  # each call consumes the event that wakes up the loop
         server_loop.end_sessions(["client-1"])
         await peer.receive(MessageType.WELCOME)
@@ -264,10 +267,10 @@ async def test_messages_that_arrive_while_a_key_is_revoked_are_read(
 async def test_a_draining_server_closes_the_connections_of_revoked_clients(
     tmp_path: Path, launcher: Launcher
 ) -> None:
-    async with running(tmp_path, launcher) as (server_loop, _):
+    async with running(tmp_path, launcher) as (server_loop, peer):
         await server_loop.drain(3600.0)
         server_loop.disconnect(["client-1"])
-        assert server_loop._router.sockets.num_reopened == 1
+        assert peer.server_sockets.num_reopened == 1
 
 
 async def test_a_message_that_is_completely_discarded_closes_no_connections(

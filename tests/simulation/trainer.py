@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 
 from envserve.client import BatchEnv, StepResult
+from envserve.client.row_set import BatchBlocks
 from envserve.errors import CallError, EnvserveError, EnvTimeout, ProtocolError
 from envserve.wire.bodies import Attach, pack_options
 from tests.oracle.batch_driver import BatchDriver
@@ -49,7 +50,8 @@ class SimulatedDriver(BatchDriver):
 
     def were_reset(self, rows: Array) -> Array:
         """Return a mask of the rows that the last reset has not skipped."""
-        blocks = [self.batch._group.blocks.block_of(row) for row in rows.tolist()]
+        all_blocks = BatchBlocks.of(self.batch.lanes)
+        blocks = [all_blocks.block_of(row) for row in rows.tolist()]
         lanes = [cast(SimulatedLane, block.lane) for block in blocks]
         return np.array(
             [
