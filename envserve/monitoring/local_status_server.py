@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import secrets
-import sys
 import threading
 import time
 from importlib.metadata import version
@@ -31,7 +30,7 @@ from envserve.session.server.reply_builder import ReplyBuilder
 from envserve.wire.bodies import FrameRequest
 from envserve.wire.constants import ErrorCode, MessageType
 from envserve.wire.message import decode
-from envserve.wire.sockets import NOBLOCK, socket_folder
+from envserve.wire.sockets import NOBLOCK, exclude_other_users, socket_folder
 from envserve.wire.status import ServerStatus
 
 __all__ = ["LocalStatusServer"]
@@ -61,8 +60,7 @@ class LocalStatusServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
-        if sys.platform == "linux":  # elsewhere, the folder's mode suffices
-            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+        exclude_other_users(self._socket)
         self._socket.bind(self.address)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)

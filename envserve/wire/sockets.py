@@ -68,6 +68,16 @@ def use_keys(
     socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
 
 
+def exclude_other_users(socket: zmq.Socket[bytes]) -> None:
+    """Let an `ipc://` socket reject other users' processes; call this before `bind`.
+
+    macOS's libzmq lacks this option. There, only the modes of the socket's file or
+    folder exclude other users, as they do on Linux too.
+    """
+    if sys.platform == "linux":
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+
+
 def socket_folder() -> tempfile.TemporaryDirectory[str]:
     """Create a folder of mode 0700 for ipc sockets; in /tmp if TMPDIR is too long.
 

@@ -254,9 +254,12 @@ def evaluate_run(
             time_limit=config.evaluation_time_limit,
             seed=seed,
         )._replace(steps=counters.steps)
-    more: dict[str, Any] = {"total_steps": config.total_steps}
-    if not is_final:  # read it now, because the run may have ended in the meantime
-        more = _final_evaluation(run_folder)
+    # Read the earlier result now, because the run may have ended in the meantime.
+    more = (
+        {"total_steps": config.total_steps}
+        if is_final
+        else _final_evaluation(run_folder)
+    )
     try:
         run_folder.save_evaluation(evaluation.as_dict() | more)
     except RunWriteError as error:

@@ -19,7 +19,6 @@ import logging
 import os
 import secrets
 import socket as socketlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
@@ -34,6 +33,7 @@ from envserve.wire.sockets import (
     CURVE_OVERHEAD_BYTES,
     FrameReceiver,
     event_fd,
+    exclude_other_users,
     set_common_options,
 )
 
@@ -168,10 +168,7 @@ class ServerSockets:
             socket.setsockopt(zmq.SNDHWM, _SEND_LIMIT)
             socket.setsockopt(zmq.RCVHWM, _RECEIVE_LIMIT)
             if user == "local":
-                # macOS's libzmq lacks this option; the mode of the socket's file also
-                # excludes other users.
-                if sys.platform == "linux":
-                    socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+                exclude_other_users(socket)
             elif self._secret is not None:
                 socket.setsockopt(zmq.CURVE_SERVER, 1)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, self._secret)
