@@ -43,9 +43,8 @@ class ClientsFile:
     """The authorised clients of a server, and the invitations to it.
 
     Attributes:
-      run_refresh: When the file has changed, this function is called with a function
-        that reads the file. By default, the file is read immediately. A server reads it
-        in a thread, and uses the old contents until the thread has finished.
+      refreshes_on_lookup: Whether lookups first call `refresh`. A server calls it in a
+        thread instead, because it blocks while a network file system does not respond.
     """
 
     def __init__(self, path: Path, local_public: bytes | None = None) -> None:
@@ -63,14 +62,13 @@ class ClientsFile:
         self._file_state: tuple[object, ...] = ()
         self._retry_at = math.inf  # infinite unless the last read failed
         self._last_error = ""
-        self._is_refreshing = False
         self._lock = threading.Lock()  # held while the file is read
-        self.run_refresh: Callable[[Callable[[], None]], object] = lambda read: read()
+        self.refreshes_on_lookup = True
 
     @property
     def is_current(self) -> bool:
-        """Whether the last read of the file succeeded and no read is in progress."""
-        return self._retry_at == math.inf and not self._is_refreshing
+        """Whether the last read of the file succeeded."""
+        return self._retry_at == math.inf
 
     def find(self, public: bytes, now: float) -> Grant | None:
         """Return the grant of a public key, or None if the key is not authorised.
@@ -81,8 +79,7 @@ class ClientsFile:
         """
         if public == self._local_public:
             return Grant(name="local", public=public)
-        self.refresh()
-        grant = self._contents.by_key.get(public)
+        grant = self._look_up().by_key.get(public)
         return grant if grant and grant.is_valid(now) else None
 
     def find_name(self, name: str, now: float) -> Grant | None:
@@ -92,8 +89,7 @@ class ClientsFile:
           name: Name of the client.
           now: Unix time in seconds.
         """
-        self.refresh()
-        grant = self._contents.by_id.get((name, False))
+        grant = self._look_up().by_id.get((name, False))
         return grant if grant and grant.is_valid(now) else None
 
     def grants(self, now: float = -float("inf")) -> list[Grant]:
@@ -102,21 +98,27 @@ class ClientsFile:
         Args:
           now: Unix time in seconds; by default, expired grants are also returned.
         """
-        self.refresh()
-        grants = self._contents.by_key.values()
+        grants = self._look_up().by_key.values()
         return [grant for grant in grants if grant.is_valid(now)]
 
-    def refresh(self) -> bool:
-        """Read the file if it has changed; return whether the contents are up to date.
+    def refresh(self) -> None:
+        """Read the file if it has changed; log an error if it cannot be read."""
+        if self._stat() == self._file_state and time.monotonic() < self._retry_at:
+            return
+        try:
+            self.read()
+        except KeyFileError as error:
+            if str(error) != self._last_error:
+                _LOGGER.error(
+                    "%s; the clients from the last successful read stay authorised",
+                    error,
+                )
+            self._last_error = str(error)
 
-        The contents are not up to date while `run_refresh` reads the file in a thread.
-        """
-        if not self._is_refreshing and (
-            self._stat() != self._file_state or time.monotonic() >= self._retry_at
-        ):
-            self._is_refreshing = True
-            self.run_refresh(self._refresh)
-        return not self._is_refreshing
+    def _look_up(self) -> _Contents:
+        if self.refreshes_on_lookup:
+            self.refresh()
+        return self._contents
 
     def read(self) -> None:
         """Read the file.
@@ -246,19 +248,6 @@ class ClientsFile:
             return (error.errno,)
         times = file.st_mtime_ns, file.st_ctime_ns
         return file.st_ino, file.st_size, *times, folder.st_mode, folder.st_uid
-
-    def _refresh(self) -> None:
-        try:
-            self.read()
-        except KeyFileError as error:
-            if str(error) != self._last_error:
-                _LOGGER.error(
-                    "%s; the clients from the last successful read stay authorised",
-                    error,
-                )
-            self._last_error = str(error)
-        finally:
-            self._is_refreshing = False
 
 
 def _unique_id(grant: Grant) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -22,6 +22,7 @@ from envserve.keys import formats
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import KeyPair
+from envserve.server.clients_refresh import ClientsRefresh
 from envserve.server.zmq_guards.server_sockets import ServerSockets
 from envserve.server.zmq_guards.zap import Zap
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
@@ -38,6 +39,7 @@ class Access:
     Attributes:
       keys: The server's key pair.
       clients: The file of authorised clients.
+      refresh: Reads the file when it has changed.
     """
 
     def __init__(self, folder: KeyFolder) -> None:
@@ -54,17 +56,7 @@ class Access:
         # Admitted pairs (user, public key), and those of them that were revoked later.
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
-
-    def read_in_threads(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on, read changed files in threads, because parsing is slow."""
-
-        def run(refresh: Callable[[], None]) -> None:
-            try:
-                loop.run_in_executor(None, refresh)
-            except RuntimeError:  # no thread can be started
-                refresh()
-
-        self.clients.run_refresh = run
+        self.refresh = ClientsRefresh(self.clients)
 
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raise KeyFileError if an address is not local and no client has a key."""
@@ -84,7 +76,7 @@ class Access:
             read now, or the user's previous key is still being revoked.
         """
         grant = self.clients.find(public, self._now())
-        if grant is None and not self.clients.is_current:
+        if grant is None and (self.refresh.is_running or not self.clients.is_current):
             raise KeyFileError("the clients file cannot be read now")
         if grant is not None and not grant.is_invitation:
             entry = grant.name, public
@@ -122,7 +114,11 @@ class Access:
         return grant.name
 
     def find_revoked(self) -> set[str]:
-        """Return the users who were admitted with a key that is no longer valid."""
+        """Return the users who were admitted with a key that is no longer valid.
+
+        This also starts a refresh of the clients file, for the next call.
+        """
+        self.refresh.start()
         now = self._now()
         for user, public in self._admitted:
             grant = self.clients.find(public, now)

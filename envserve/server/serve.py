@@ -239,7 +239,6 @@ async def _open_sockets(
     ):
         access = Access(KeyFolder())
         access.check_binds(settings.binds)
-        access.read_in_threads(loop)
 
     def describe(user: str) -> tuple[str, str]:
         grant = None if access is None else access.grant_of(user)
@@ -263,7 +262,7 @@ async def _open_sockets(
             loop,
             sockets.is_shut_out,
             audit,
-            access.clients.refresh,
+            access.refresh.is_done,
         )
         stack.callback(zap.close)
         await run_self_test(sockets, zap, access.keys.public)

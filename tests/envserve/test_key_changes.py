@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +134,19 @@ def test_only_changed_lines_are_parsed_again(
     assert len(parsed) == 2  # the invitation, and the line that has replaced it
 
 
-async def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
+def refreshed(access: Access) -> bool:
+    """Wait until a refresh that this call starts has ended."""
+    ends_at = time.monotonic() + PATIENCE
+    while not access.refresh.is_done():
+        assert time.monotonic() < ends_at
+        time.sleep(0.001)
+    return True
+
+
+def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access, may_read = Access(folder), threading.Event()
-    access.read_in_threads(asyncio.get_running_loop())
     read_private = private_files.read_private
 
     def read_late(*arguments: Any) -> str | None:
@@ -148,65 +155,123 @@ async def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
 
     monkeypatch.setattr(private_files, "read_private", read_late)
     (folder.path / "clients").write_text("# nobody\n")
+    assert not access.refresh.is_done()
     assert access.find_grant(KEY)
     assert access.grant_of("ci")
-    assert not access.clients.refresh()
     # The changed file may contain a key that is not known yet.
     with pytest.raises(KeyFileError, match="the clients file cannot be read now"):
         access.find_grant(b"?" * 32)
     may_read.set()
-    await asyncio.get_running_loop().shutdown_default_executor()
-    assert access.clients.refresh()
+    assert refreshed(access)
     assert access.find_grant(KEY) is None
     assert access.grant_of("ci") is None
     assert access.find_revoked() == {"ci"}
 
 
-async def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
+@pytest.fixture
+def hung(folder: KeyFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[HungFiles]:
+    files = HungFiles(folder.clients.refresh)
+    monkeypatch.setattr(folder.clients, "refresh", files.refresh)
+    yield files
+    files.respond.set()
+
+
+class HungFiles:
+    """A file system that does not respond until `respond` is set."""
+
+    def __init__(self, refresh: Callable[[], None]) -> None:
+        self.respond = threading.Event()
+        self.num_calls = 0
+        self._refresh = refresh
+
+    def refresh(self) -> None:
+        self.num_calls += 1
+        assert self.respond.wait(PATIENCE)
+        self._refresh()
+
+
+def test_a_file_system_that_does_not_respond_blocks_no_lookup(
+    folder: KeyFolder, hung: HungFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access, new = Access(folder), bytes([1] * 32)
+    assert not access.refresh.is_done()
+    assert not access.refresh.is_done()  # it waits briefly
+    later = time.monotonic() + PATIENCE
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: later)
+        for _ in range(3):  # then the old clients are used
+            assert access.refresh.is_done()
+            assert access.find_revoked() == set()
+            assert access.find_grant(KEY)
+            with pytest.raises(KeyFileError, match="the clients file cannot be read"):
+                access.find_grant(new)
+    assert hung.num_calls == 1
+    hung.respond.set()
+    assert refreshed(access)
+    assert access.find_grant(new) is None
+
+
+def test_each_result_follows_a_refresh_that_began_later(folder: KeyFolder) -> None:
+    """A refresh for another purpose may have begun before the file was changed."""
+    access = Access(folder)
+    access.find_revoked()
+    while access.refresh.is_running:
+        time.sleep(0.001)
+    (folder.path / "clients").write_text("# nobody\n")
+    assert refreshed(access)
+    assert access.find_grant(KEY) is None
+
+
+def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access, loop = Access(folder), asyncio.get_running_loop()
-    access.read_in_threads(loop)
+    access = Access(folder)
 
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(loop, "run_in_executor", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
     (folder.path / "clients").write_text("# nobody\n")
+    assert refreshed(access)
     assert access.find_grant(KEY) is None
 
 
 def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
-    folder: KeyFolder,
+    folder: KeyFolder, hung: HungFiles
 ) -> None:
     """Otherwise a client that has just joined would count as revoked."""
-    refreshes: list[Callable[[], None]] = []
-    folder.clients.run_refresh = refreshes.append
+    access = Access(folder)
     (folder.path / "clients").write_text("# nobody\n")
+    access.refresh.start()
     assert folder.clients.find(KEY, NOW)  # the file is not read yet
     folder.clients.add(Grant(name="ann", public=b"a" * 32), NOW)
-    (refresh,) = refreshes
-    refresh()
+    hung.respond.set()
+    assert refreshed(access)
     assert [grant.name for grant in folder.clients.grants()] == ["ann"]
 
 
 def test_a_broken_file_is_not_read_at_each_lookup(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refreshes: list[Callable[[], None]] = []
-    folder.clients.run_refresh = refreshes.append
+    num_reads = 0
+    read_private = private_files.read_private
+
+    def count(*arguments: Any) -> str | None:
+        nonlocal num_reads
+        num_reads += 1
+        return read_private(*arguments)
+
+    monkeypatch.setattr(private_files, "read_private", count)
     (folder.path / "clients").write_text("what is this\n")
     for _ in range(3):
         assert folder.clients.find(KEY, NOW)
-        for refresh in refreshes[:1]:
-            refresh()
-    assert len(refreshes) == 1
+    assert num_reads == 1
     assert not folder.clients.is_current
     # The cause may be outside the file, so it is tried again after a while.
     later = time.monotonic() + 2.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
     folder.clients.find(KEY, NOW)
-    assert len(refreshes) == 2
+    assert num_reads == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

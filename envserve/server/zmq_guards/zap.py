@@ -37,7 +37,7 @@ _KEY_BYTES: Final = 32
 #: turn.
 _TURN_SECONDS: Final = 0.002
 #: Interval in seconds for checking whether `find` uses the current grants.
-_WAIT_SECONDS: Final = 0.005
+_WAIT_SECONDS: Final = 0.001
 
 
 def user_of(grant: Grant) -> str:
