@@ -289,7 +289,7 @@ def test_closing_does_not_wait_for_a_keepalive_thread_that_is_blocked(
     wait_until(lambda: all(each.name != name for each in threading.enumerate()))
 
 
-def test_lanes_build_their_envs_concurrently(
+def test_lanes_finish_their_start_in_any_order(
     server: ServerProcess, wait_until: WaitUntil
 ) -> None:
     config = make_config(num_envs=2, env_kwargs={"reset_seconds": 0.0})
