@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import sys
 import tempfile
 import zlib
@@ -58,6 +59,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     os.environ[MARK_NAME] = MARK_VALUE
+    # Processes that the tests start inherit ignored signals: a shell ignores SIGINT in
+    # background jobs, and nohup ignores SIGHUP.
+    for number, default in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGHUP, signal.SIG_DFL),
+    ):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, default)
     # Cache bytecode, even if the user disables that: most tests start processes, and
     # each of them would compile the packages again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
