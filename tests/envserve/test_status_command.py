@@ -256,9 +256,13 @@ def test_all_servers_of_a_file_are_polled_and_health_reports_the_first_problem(
     assert unhealthy[1].startswith("tcp://192.0.2.1:7: ")
 
 
-def test_top_prints_a_table_per_interval_if_stdout_is_a_pipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_dumb_terminal", [False, True])
+def test_top_prints_a_table_per_interval_if_stdout_cannot_be_redrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool
 ) -> None:
+    if is_dumb_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
+        monkeypatch.setenv("TERM", "dumb")
     waits: list[float] = []
 
     @contextlib.contextmanager
