@@ -16,7 +16,7 @@ from envserve.cli.terminal import console, fail, keyboard
 def top(
     addresses: Addresses = None,
     *,
-    interval: Annotated[float, Meta(ge=0.1)] = 1.0,
+    interval: Annotated[float, Meta(ge=0.1, le=1e6)] = 1.0,
     insecure: Insecure = False,
 ) -> None:
     """Show the status of servers and keep it updated, until q or Ctrl-C.

@@ -291,6 +291,13 @@ def test_top_exits_at_once_if_no_host_can_be_resolved() -> None:
     assert "Error: cannot resolve nobody.invalid" in result.output
 
 
+@pytest.mark.parametrize("options", [["top", "--interval"], ["demo", "--seconds"]])
+def test_times_that_no_timer_can_wait_for_are_errors(options: list[str]) -> None:
+    result = invoke(PROGRAM, [*options, "inf"])
+    assert result.exit_code == 2
+    assert f"{options[1]}: expected a number <= 1" in result.stderr
+
+
 def test_monitoring_raises_the_limit_of_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[1]), before[1]))
