@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from envserve.cli import start as start_command
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.cli.logs import set_up_logs
 from envserve.cli.program import Fields, Program, options_of, parse
-from envserve.cli.terminal import fail
+from envserve.cli.terminal import fail, keyboard
 from envserve.client.link.connection import Connection
 from envserve.errors import CallError, ConnectError, EnvStartError
 from envserve.keys.grant import Grant
@@ -725,3 +727,25 @@ def test_the_documented_exit_codes_match_the_code() -> None:
     assert set().union(*found.values()) >= common
     special = {(command, c) for command in found for c in found[command] - common}
     assert special == {row for row in table if row[0] != "all"}
+
+
+def test_the_terminal_is_restored_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller, terminal = os.openpty()
+    handler = signal.getsignal(signal.SIGTERM)
+    with open(controller, "wb"), open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        settings = termios.tcgetattr(stdin)
+
+        def wait_for_sigterm() -> None:
+            with keyboard() as wait_for_keys:
+                assert termios.tcgetattr(stdin) != settings
+                assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+                signal.raise_signal(signal.SIGTERM)
+                wait_for_keys(10.0)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_sigterm()
+        assert termios.tcgetattr(stdin) == settings
+    assert signal.getsignal(signal.SIGTERM) is handler
