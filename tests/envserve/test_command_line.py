@@ -501,10 +501,10 @@ def test_characters_that_cannot_be_encoded_cause_no_traceback() -> None:
     assert (shown.returncode, shown.stdout.strip(), shown.stderr) == (0, b"?", b"")
 
 
-def complete(program: str, line: str, **variables: str) -> list[str]:
+def complete(program: str, line: str, *arguments: str, **variables: str) -> list[str]:
     """Return the completions of a line's last word."""
     variables |= {f"_{program.upper()}_COMPLETE": "1", "COMP_LINE": line}
-    return invoke(PROGRAMS[program], [], env=variables).stdout.split()
+    return invoke(PROGRAMS[program], arguments, env=variables).stdout.split()
 
 
 def test_a_shell_completes_commands_options_and_values() -> None:
@@ -542,6 +542,14 @@ def test_a_shell_completes_joined_servers_and_clients(tmp_path: Path) -> None:
     for command in ("status", "top", "page", "health", "drain", "check", "envs"):
         words = complete("envserve", f"envserve {command} s", **home)
         assert words == ["sim1", "sim2:7000"], command
+    # Bash replaces only the part after a colon.
+    for line, replaced, number in (
+        ("envserve status sim2:", "", "7000"),
+        ("envserve status sim2:7", "7", "7000"),
+        ("envserve status sim2", "sim2", "sim2:7000"),
+    ):
+        bash_arguments = "envserve", replaced, "status"
+        assert complete("envserve", line, *bash_arguments, **home) == [number]
     assert complete("envserve", "envserve clients ", **home) == ["ann", "remove"]
     (tmp_path / "servers").write_text("what?")
     assert complete("envserve", "envserve status s", **home) == []
