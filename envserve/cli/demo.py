@@ -34,7 +34,7 @@ def demo(
     terminal: bool = False,
     no_open: bool = False,
     port: Port = 8580,
-    seconds: Annotated[float, Meta(ge=0)] | None = None,
+    seconds: Annotated[float, Meta(ge=0, le=1e6)] | None = None,
 ) -> None:
     """Watch an agent learn on two servers while you break them; Ctrl-C ends the demo.
 

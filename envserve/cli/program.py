@@ -531,7 +531,9 @@ class Program:
 
     def _run(self, words: Sequence[str]) -> Any:
         if (line := line_to_complete(self.name)) is not None:
-            print(*self._completions(line), sep="\n")
+            # The arguments of bash are the program, the text to replace, and the
+            # previous word.
+            print(*self._completions(line, *words[1:2]), sep="\n")
             return 0
         first = words[0] if words else ""
         if first in _PROGRAM_OPTIONS:
@@ -571,8 +573,14 @@ class Program:
         group.add_argument(*_HELP, action="help", help="Show this help and exit.")
         return parser
 
-    def _completions(self, line: str) -> list[str]:
-        """Return the possible completions of a line's last word."""
+    def _completions(self, line: str, replaced: str | None = None) -> list[str]:
+        """Return the possible completions of a line's last word.
+
+        Args:
+          line: Command line up to the cursor.
+          replaced: End of the last word that the shell replaces; by default, the whole
+            word. Bash replaces only the part after a colon.
+        """
         *words, last = re.split(" +", line)[1:] or [""]
         found = {*_PROGRAM_OPTIONS} if not words else set()
         for name in self.names:
@@ -589,4 +597,6 @@ class Program:
                         get_args(item.hint) if item.kind is Literal else item.values()
                     )
                     found.update([item.flag] if item.flag and not previous else values)
-        return sorted(w for w in found if w.startswith(last) and (last or w[0] != "-"))
+        start = len(last.removesuffix(last if replaced is None else replaced))
+        matches = (w for w in found if w.startswith(last) and (last or w[0] != "-"))
+        return sorted(match[start:] for match in matches)

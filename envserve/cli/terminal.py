@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import select
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -146,7 +147,8 @@ def keyboard() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for key presses, and returns the typed characters.
 
     Its argument is the maximum number of seconds to wait. If stdin is not a terminal,
-    the function waits for the whole time and returns an empty string.
+    the function waits for the whole time and returns an empty string. Within the
+    context, SIGTERM raises KeyboardInterrupt, so that the terminal is restored.
     """
     import termios
     import tty
@@ -158,6 +160,7 @@ def keyboard() -> Iterator[Callable[[float], str]]:
         return os.read(ready[0].fileno(), 64).decode(errors="replace") if ready else ""
 
     saved = [termios.tcgetattr(stream) for stream in keyboards]
+    old_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for stream in keyboards:
             tty.setcbreak(stream)
@@ -165,3 +168,4 @@ def keyboard() -> Iterator[Callable[[float], str]]:
     finally:
         for stream, settings in zip(keyboards, saved, strict=True):
             termios.tcsetattr(stream, termios.TCSADRAIN, settings)
+        signal.signal(signal.SIGTERM, old_handler)

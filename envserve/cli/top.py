@@ -16,7 +16,7 @@ from envserve.cli.terminal import console, fail, keyboard
 def top(
     addresses: Addresses = None,
     *,
-    interval: Annotated[float, Meta(ge=0.1)] = 1.0,
+    interval: Annotated[float, Meta(ge=0.1, le=1e6)] = 1.0,
     insecure: Insecure = False,
 ) -> None:
     """Show the status of servers and keep it updated, until q or Ctrl-C.
@@ -32,6 +32,7 @@ def top(
 
     screen = console()
     live = Live(console=screen, screen=True, auto_refresh=False)
+    can_redraw = screen.is_terminal and not screen.is_dumb_terminal
     with (
         contextlib.suppress(KeyboardInterrupt),
         monitored_servers(addresses or [THIS_HOST], insecure=insecure) as monitored,
@@ -40,7 +41,7 @@ def top(
             fail(monitored[0].error, 2)
         with (
             keyboard() as wait_for_keys,
-            live if screen.is_terminal else contextlib.nullcontext(),
+            live if can_redraw else contextlib.nullcontext(),
         ):
             has_ended = False
             while not has_ended:

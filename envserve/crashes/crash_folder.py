@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+import math
 import os
 import re
 import stat
@@ -90,7 +91,7 @@ class CrashFolder:
         try:
             folder = self._ensure_folder()
             path = _write_whole(folder, f"{stem}-{self._owner}", data)
-            _prune(folder)
+            _prune(folder, path)
         except OSError as error:
             raise_if_from_handler(error)
             if not self._has_warned:
@@ -126,20 +127,26 @@ class CrashFolder:
         return f"<CrashFolder {self._folder or 'in the default folder'}>"
 
 
-def _prune(folder: Path) -> None:
+def _prune(folder: Path, newest: Path) -> None:
     """Delete files until the folder is within its limits.
 
     Other processes may delete files at the same time.
+
+    Args:
+      folder: The folder.
+      newest: The file that was written last.
     """
     # Maps digests of owners to the modification time, size and path of each file.
-    files: dict[str, list[tuple[int, int, Path]]] = {}
+    files: dict[str, list[tuple[float, int, Path]]] = {}
     num_files = num_bytes = 0
     for path in folder.iterdir():
         if path.name.endswith((SUFFIX, _PART)):
             with contextlib.suppress(FileNotFoundError):
                 stat_result = path.lstat()
                 owner_files = files.setdefault(path.name.rpartition("-")[0][-8:], [])
-                owner_files.append((stat_result.st_mtime_ns, stat_result.st_size, path))
+                # Other files seem to be newer if the clock was set back.
+                time = math.inf if path == newest else stat_result.st_mtime_ns
+                owner_files.append((time, stat_result.st_size, path))
                 num_files, num_bytes = num_files + 1, num_bytes + stat_result.st_size
     while num_files > _MAX_FILES or num_bytes > _MAX_BYTES:
         largest = max(files.values(), key=_used_fraction)
@@ -149,7 +156,7 @@ def _prune(folder: Path) -> None:
         num_files, num_bytes = num_files - 1, num_bytes - size
 
 
-def _used_fraction(files: list[tuple[int, int, Path]]) -> float:
+def _used_fraction(files: list[tuple[float, int, Path]]) -> float:
     return sum(1 / _MAX_FILES + size / _MAX_BYTES for _, size, _ in files)
 
 

@@ -48,7 +48,7 @@ def read_private(path: Path, remedy: str = "") -> str | None:
             file = open_regular(path, _MAX_BYTES, follow_links=False)
         except FileNotFoundError:
             return None
-        with io.TextIOWrapper(file, "utf-8", "replace") as text:
+        with io.TextIOWrapper(file, "utf-8-sig", "replace") as text:
             stat_result = os.fstat(text.fileno())
             _check_owner_and_mode(path, stat_result, f"chmod 600{remedy}")
             return text.read()

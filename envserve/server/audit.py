@@ -55,6 +55,7 @@ class AuditLog:
         self._repeated: dict[tuple[str, str], dict[str, Any] | None] = {}
         self._descriptions: dict[str, tuple[str, str]] = {}
         self._has_failed = False
+        self._unwritten = b""  # the rest of a line that was written only in part
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_NONBLOCK  # do not wait for the reader of a pipe
         try:
@@ -120,9 +121,10 @@ class AuditLog:
 
     def _write(self, line: dict[str, Any]) -> None:
         # `json` escapes control characters, which could otherwise affect a terminal.
-        data = json.dumps(line).encode() + b"\n"
+        data = self._unwritten + json.dumps(line).encode() + b"\n"
         try:
-            os.write(self._file, data)
+            # If the disk is almost full, only a part is written.
+            self._unwritten = data[os.write(self._file, data) :]
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:

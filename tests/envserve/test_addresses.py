@@ -107,7 +107,7 @@ def test_an_address_file_is_read_again_at_each_call(tmp_path: Path) -> None:
     path = tmp_path / "servers"
     path.write_text("# ours\n\nsim1  # the big one\nipc:///run/envs\nsim1:5555\n")
     assert resolve(f"file://{path}") == ("tcp://sim1:5555", "ipc:///run/envs")
-    path.write_text("[::1]:7\n")
+    path.write_text("[::1]:7\n", "utf-8-sig")  # with a byte order mark
     assert resolve(f"file://{path}") == ("tcp://[::1]:7",)
 
 

@@ -154,3 +154,20 @@ async def test_a_full_disk_is_logged_once_and_has_no_other_effect(
             audit.write(Audit("attached", "ann"))
     audit.close()
     assert caplog.text.count("cannot write the audit log") == 1
+
+
+async def test_a_line_that_did_not_fit_is_completed_when_there_is_space_again(
+    audit: AuditLog, tmp_path: Path
+) -> None:
+    write, full = os.write, OSError(errno.ENOSPC, "No space left on device")
+
+    def write_part(file: int, data: bytes) -> int:
+        return write(file, data[:20])
+
+    with mock.patch.object(os, "write", side_effect=write_part):
+        audit.write(Audit("attached", "ann"))
+    with mock.patch.object(os, "write", side_effect=full):
+        audit.write(Audit("attached", "bob"))
+    audit.write(Audit("ended", "ann"))
+    events = [line["event"] for line in lines_of(tmp_path / "audit")]
+    assert events == ["attached", "ended"]

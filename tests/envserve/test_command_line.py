@@ -11,8 +11,10 @@ import logging
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from envserve.cli import start as start_command
 from envserve.cli.app import PROGRAM as ENVSERVE
 from envserve.cli.logs import set_up_logs
 from envserve.cli.program import Fields, Program, options_of, parse
-from envserve.cli.terminal import fail
+from envserve.cli.terminal import fail, keyboard
 from envserve.client.link.connection import Connection
 from envserve.errors import CallError, ConnectError, EnvStartError
 from envserve.keys.grant import Grant
@@ -499,10 +501,10 @@ def test_characters_that_cannot_be_encoded_cause_no_traceback() -> None:
     assert (shown.returncode, shown.stdout.strip(), shown.stderr) == (0, b"?", b"")
 
 
-def complete(program: str, line: str, **variables: str) -> list[str]:
+def complete(program: str, line: str, *arguments: str, **variables: str) -> list[str]:
     """Return the completions of a line's last word."""
     variables |= {f"_{program.upper()}_COMPLETE": "1", "COMP_LINE": line}
-    return invoke(PROGRAMS[program], [], env=variables).stdout.split()
+    return invoke(PROGRAMS[program], arguments, env=variables).stdout.split()
 
 
 def test_a_shell_completes_commands_options_and_values() -> None:
@@ -540,6 +542,14 @@ def test_a_shell_completes_joined_servers_and_clients(tmp_path: Path) -> None:
     for command in ("status", "top", "page", "health", "drain", "check", "envs"):
         words = complete("envserve", f"envserve {command} s", **home)
         assert words == ["sim1", "sim2:7000"], command
+    # Bash replaces only the part after a colon.
+    for line, replaced, number in (
+        ("envserve status sim2:", "", "7000"),
+        ("envserve status sim2:7", "7", "7000"),
+        ("envserve status sim2", "sim2", "sim2:7000"),
+    ):
+        bash_arguments = "envserve", replaced, "status"
+        assert complete("envserve", line, *bash_arguments, **home) == [number]
     assert complete("envserve", "envserve clients ", **home) == ["ann", "remove"]
     (tmp_path / "servers").write_text("what?")
     assert complete("envserve", "envserve status s", **home) == []
@@ -725,3 +735,25 @@ def test_the_documented_exit_codes_match_the_code() -> None:
     assert set().union(*found.values()) >= common
     special = {(command, c) for command in found for c in found[command] - common}
     assert special == {row for row in table if row[0] != "all"}
+
+
+def test_the_terminal_is_restored_after_sigterm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller, terminal = os.openpty()
+    handler = signal.getsignal(signal.SIGTERM)
+    with open(controller, "wb"), open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        settings = termios.tcgetattr(stdin)
+
+        def wait_for_sigterm() -> None:
+            with keyboard() as wait_for_keys:
+                assert termios.tcgetattr(stdin) != settings
+                assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+                signal.raise_signal(signal.SIGTERM)
+                wait_for_keys(10.0)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait_for_sigterm()
+        assert termios.tcgetattr(stdin) == settings
+    assert signal.getsignal(signal.SIGTERM) is handler

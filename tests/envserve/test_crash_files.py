@@ -68,6 +68,19 @@ def test_files_of_the_owner_with_the_most_files_are_deleted_first(
     assert len(left) == num_left
 
 
+def test_the_newest_file_is_kept_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    files = CrashFolder(tmp_path)
+    for number in range(50):
+        path = files.write("a", b"", number)
+        assert path is not None
+        os.utime(path, (1e10, 1e10))
+    for number in (50, 51):
+        path = files.write("a", b"", number)
+        assert path is not None
+        assert path.exists()
+    assert len(os.listdir(tmp_path)) == 50
+
+
 @pytest.mark.parametrize("kind", ["file", "full", "gone"])
 def test_a_failing_file_system_is_logged_once_until_it_works_again(
     tmp_path: Path,

@@ -245,6 +245,16 @@ def test_an_invalid_key_file_is_rejected_without_repeating_its_content(
         assert text.split(".")[-1][:40] not in str(caught.value)
 
 
+def test_key_files_may_begin_with_a_byte_order_mark(folder: KeyFolder) -> None:
+    """Some editors write one."""
+    invite(folder, "ci")
+    key = folder.ensure_key("server")
+    for path in folder.path.iterdir():
+        path.write_text(path.read_text(), "utf-8-sig")
+    assert folder.ensure_key("server") == key
+    assert [grant.name for grant in KeyFolder(folder.path).clients.grants()] == ["ci"]
+
+
 @pytest.mark.parametrize("number", [2, 13])
 def test_the_error_about_a_home_folder_that_is_not_writable_states_the_remedy(
     folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, number: int

@@ -256,9 +256,13 @@ def test_all_servers_of_a_file_are_polled_and_health_reports_the_first_problem(
     assert unhealthy[1].startswith("tcp://192.0.2.1:7: ")
 
 
-def test_top_prints_a_table_per_interval_if_stdout_is_a_pipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_dumb_terminal", [False, True])
+def test_top_prints_a_table_per_interval_if_stdout_cannot_be_redrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool
 ) -> None:
+    if is_dumb_terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")  # rich then assumes a terminal
+        monkeypatch.setenv("TERM", "dumb")
     waits: list[float] = []
 
     @contextlib.contextmanager
@@ -285,6 +289,13 @@ def test_top_exits_at_once_if_no_host_can_be_resolved() -> None:
     result = invoke(PROGRAM, ["top", "nobody.invalid", "sims.invalid"])
     assert result.exit_code == 2
     assert "Error: cannot resolve nobody.invalid" in result.output
+
+
+@pytest.mark.parametrize("options", [["top", "--interval"], ["demo", "--seconds"]])
+def test_times_that_no_timer_can_wait_for_are_errors(options: list[str]) -> None:
+    result = invoke(PROGRAM, [*options, "inf"])
+    assert result.exit_code == 2
+    assert f"{options[1]}: expected a number <= 1" in result.stderr
 
 
 def test_monitoring_raises_the_limit_of_open_files() -> None:

@@ -62,7 +62,7 @@ def _from_file(source: str, path: str) -> tuple[str, ...]:
     """Return the addresses in a file, without resolving their host names."""
     try:
         with open_regular(Path(path), _MAX_FILE_BYTES) as file:
-            lines = file.read().decode().splitlines()
+            lines = file.read().decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         if isinstance(error, OSError):
             raise_if_from_handler(error)
