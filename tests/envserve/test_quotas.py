@@ -292,6 +292,15 @@ def test_a_welcome_lists_the_envs_and_limits_of_the_user() -> None:
     assert (greeting.total_envs, greeting.free_envs) == (16, 10)
 
 
+def test_no_envs_are_free_if_no_process_is_left() -> None:
+    server = KeyServer(grant(max_processes=1), max_processes=2)
+    server.attach(env_name="ALE/Pong-v5", num_envs=2)
+    assert welcome(server, "ann").free_envs == 0
+    assert welcome(server, "local").free_envs == 14
+    server.attach("local", num_envs=1)
+    assert welcome(server, "local").free_envs == 0
+
+
 def test_env_arguments_must_be_allowed_by_the_host_and_the_key() -> None:
     allowed = frozenset({"gravity", "mode:a|b"})
     key = grant(allowed_kwargs=("gravity:int[0,10]", "mode:a", "file:any"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
@@ -200,22 +200,24 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
 
     @property
     def num_free_envs(self) -> int:
-        """Number of envs that can be leased now."""
+        """Number of envs that are not leased."""
         leased = sum(record.usage.envs for record in self.values())
         return self._settings.total_envs - leased
+
+    def _usages(self) -> Iterator[tuple[str, Usage]]:
+        return ((record.user, record.usage) for record in self.values())
 
     def welcome_for(self, user: str) -> Welcome:
         """Return the WELCOME for a user; raise Rejection if its key is not valid."""
         quota = self._quotas.of(user)
-        names, max_envs = quota.allowed_names(self._env_names), quota.limits.envs
-        used = sum(r.usage.envs for r in self.values() if r.user == user)
+        names = quota.allowed_names(self._env_names)
         return Welcome(
             max_message_bytes=self._settings.max_message_bytes,
             lease_seconds=self._settings.lease_seconds,
             env_names=names[:MAX_NAMES],
             num_names=len(names),
-            total_envs=max_envs,
-            free_envs=max(0, min(self.num_free_envs, max_envs - used)),
+            total_envs=quota.limits.envs,
+            free_envs=quota.num_free_envs(self._usages()),
             is_draining=self.is_ending,
         )
 
@@ -346,8 +348,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         # A key's limit may be lower than the server's. Waiting cannot help then.
         max_grantable = min(self._settings.total_envs, attach.num_hosted)
         if attach.num_hosted <= free or quota.limits.envs < max_grantable:
-            usages = [(r.user, r.usage) for r in self.values()]
-            quota.check_usage(Usage.requested_by(attach, quota.settings), usages)
+            requested = Usage.requested_by(attach, quota.settings)
+            quota.check_usage(requested, self._usages())
             self._quotas.count_attach(quota, now)
             return
         spares = ", half of them spares" if attach.spare_envs else ""

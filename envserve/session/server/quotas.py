@@ -120,20 +120,11 @@ class Quota:
           requested: Usage of the requested lease.
           held: User and usage of each existing lease.
         """
-        by_user, by_others = [Usage()], [Usage()]
-        for holder, usage in held:
-            (by_user if holder == self.user else by_others).append(usage)
         columns = zip(
-            Usage._fields,
-            requested,
-            self.limits,
-            map(sum, zip(*by_user, strict=True)),
-            map(sum, zip(*by_others, strict=True)),
-            Usage.limit_of(self.host),
-            strict=True,
+            Usage._fields, requested, *self._limits_and_use(held), strict=True
         )
         name = self.user or "the user without a key"
-        for unit, amount, limit, used, used_by_others, total in columns:
+        for unit, amount, limit, total, used, used_by_others in columns:
             if amount > limit:
                 raise OverQuota(
                     ErrorCode.REFUSED,
@@ -155,6 +146,32 @@ class Quota:
                     f"of {total:,} free; close leases, or start the server with a "
                     f"larger {_option_of(unit)}",
                 )
+
+    def num_free_envs(self, held: Iterable[tuple[str, Usage]]) -> int:
+        """Return the number of envs that the user can lease now.
+
+        It is 0 if the user may use no further process or lease.
+
+        Args:
+          held: User and usage of each existing lease.
+        """
+        columns = zip(*self._limits_and_use(held), strict=True)
+        free = Usage(*(min(limit - a, total - a - b) for limit, total, a, b in columns))
+        return free.envs if min(free) > 0 else 0
+
+    def _limits_and_use(
+        self, held: Iterable[tuple[str, Usage]]
+    ) -> tuple[Usage, Usage, Usage, Usage]:
+        """Return the limits of user and server, and the usage of user and others."""
+        by_user, by_others = [Usage()], [Usage()]
+        for holder, usage in held:
+            (by_user if holder == self.user else by_others).append(usage)
+        return (
+            self.limits,
+            Usage.limit_of(self.host),
+            Usage(*map(sum, zip(*by_user, strict=True))),
+            Usage(*map(sum, zip(*by_others, strict=True))),
+        )
 
 
 def _option_of(unit: str) -> str:
