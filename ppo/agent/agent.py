@@ -40,7 +40,8 @@ class Agent:
       actions: Adapter between policy outputs, actions and env actions.
       preprocess: Preprocessor that turns raw observations into features.
       cores: Recurrent cores of the policy and of the value function, or empty.
-      state_sizes: Number of units of each recurrent core.
+      state_sizes: Number of units of each recurrent state. With `cores`, actions do not
+        depend on the second state, which is that of the value function.
       trainable_variables: Keras variables that the optimizer updates; the
         variables of the recurrent cores come last.
       trackables: Objects that a checkpoint must store, by name.
@@ -86,6 +87,11 @@ class Agent:
         self._copy_parameters = tf.function(self._parameters, autograph=False)
         for name in ("act", "act_from", "mode"):
             setattr(self, name, self.unconverted(getattr(self, name)))
+
+    @property
+    def policy_state_sizes(self) -> tuple[int, ...]:
+        """Number of units of each recurrent state that actions depend on."""
+        return self.state_sizes[:1] if self.cores else self.state_sizes
 
     def act(
         self, observation: Any, seed: tf.Tensor, *state: tf.Tensor
@@ -157,11 +163,11 @@ class Agent:
           The function, or None if a network has no NumPy form. None for a subclass,
           which may have changed the policy, unless it overrides this method.
         """
-        values, scales = snapshot
         networks = self._networks
         is_built_in = isinstance(networks.policy_torso, IdentityTorso)
         if not is_built_in or type(self) is not Agent:
             return None
+        values, scales = snapshot
         value_of = dict(zip(map(id, self.trainable_variables), values, strict=True))
         parts = [
             part.in_numpy(lambda variable: value_of[id(variable)].numpy(), num_rows)

@@ -326,7 +326,7 @@ def _simulation(
         log_prob=agent.log_prob,
         # Without noise, a sample is the mode.
         noise=agent.actions.noise if actions == "sample" else zeros,
-        state_sizes=agent.state_sizes[:1],  # of the policy's core only
+        state_sizes=agent.policy_state_sizes,
     )
 
 

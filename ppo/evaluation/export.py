@@ -66,7 +66,8 @@ def export_policy(agent: Agent, env: InGraphBatchEnv, folder: Path) -> None:
     inputs, `observation` or `observation_KEY`, and the output `action`.
 
     A recurrent policy also has a state per row, float32 `[N, units]`, which is zero at
-    the start of an episode:
+    the start of an episode. If the agent has several states, this is their
+    concatenation:
 
     *   `initial_state(num_rows)`: return zero states.
     *   `mode(observation, state)` and `sample(observation, state, seed)`: return the
@@ -101,8 +102,8 @@ def _build_model(
     mode, sample = _policy_functions(agent, env)
     inputs = [_input_specs(env.observation_spec)]
     model = tf.Module()
-    if agent.state_sizes:
-        size = agent.state_sizes[0]  # the exported model does not compute values
+    if agent.policy_state_sizes:
+        size = sum(agent.policy_state_sizes)
         inputs.append(tf.TensorSpec([None, size], tf.float32, "state"))
         model.initial_state = tf.function(
             lambda num_rows: tf.zeros([num_rows, size]),
@@ -126,14 +127,16 @@ def _build_model(
 
 def _policy_functions(agent: Agent, env: InGraphBatchEnv) -> tuple[Any, Any]:
     """Return the functions `mode` and `sample` that `export_policy` describes."""
+    sizes = agent.policy_state_sizes
 
-    def act(choose: Any, observation: Any, seed: Any, *state: tf.Tensor) -> Any:
-        action, _, *state_after = choose(observation, seed, *state)
+    def act(choose: Any, observation: Any, seed: Any, state: Any = None) -> Any:
+        states = tf.split(state, sizes, axis=1) if sizes else []
+        action, _, *states_after = choose(observation, seed, *states)
         action = env.to_env_action(action)
-        return (action, *state_after) if state else action
+        return (action, tf.concat(states_after, axis=1)) if sizes else action
 
     no_seed = (0, 0)
-    if agent.state_sizes:
+    if sizes:
         return (
             lambda observation, state: act(agent.mode, observation, no_seed, state),
             lambda observation, state, seed: act(agent.act, observation, seed, state),

@@ -211,7 +211,7 @@ def _make_actor(
         return graph_env.to_env_action(action), next_state
 
     def start_episode() -> Callable[[Any], np.ndarray]:
-        state: Any = States.zero(1, agent.state_sizes[:1]).after
+        state: Any = States.zero(1, agent.policy_state_sizes).after
 
         def act_on_arrays(observation: Any) -> np.ndarray:
             nonlocal state

@@ -7,9 +7,11 @@ from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from ppo.agent.agent import Agent
 from ppo.algorithms.algorithm import Algorithm
 from ppo.algorithms.load import load_algorithm
 from ppo.config import Config
@@ -301,3 +303,56 @@ def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
     config = SMALL.replace(algorithm=f"{tmp_path / 'doubled.py'}:Doubled")
     run(tmp_path / "run", config)
     assert [row["reward"] for row in rows_of(tmp_path / "run")] == [2.0] * 4
+
+
+class Remembering(Agent):
+    """Agent with two recurrent states: the step of the episode, and its observation.
+
+    Its snapshot differs from that of its base class.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state_sizes = (1, 2)
+
+    def snapshot(self) -> Any:
+        return {"scale": tf.constant(0.1)}
+
+    def act_from(
+        self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[Any, ...]:
+        step, _ = state
+        scale = 0.1 if snapshot is None else snapshot["scale"]
+        _, parameters = super().act_from(None, observation, noise)
+        return scale * step, parameters, step + 1.0, tf.cast(observation, tf.float32)
+
+
+class Memory(Counter):
+    """An algorithm whose agent has several recurrent states."""
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        return Remembering(*arguments)
+
+
+@eagerly()
+def test_agent_can_have_its_own_snapshot_and_several_recurrent_states(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    config = A2C.replace(algorithm=f"{__name__}:Memory", algorithm_settings={})
+    train(config, RunFolder.create(folder, config), env_maker(config, num_workers=1))
+    assert ppo("evaluate", folder)[0] == 0
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    # The actions of the five steps are multiples of 0.1, scaled to bounds of 2.
+    assert evaluation["returns"] == pytest.approx([2.0] * 3)
+    assert ppo("visualize", folder, "--episodes", 1)[0] == 0
+    film = json.loads((folder / "films" / "step-64.json").read_text())
+    assert film["returns"] == pytest.approx([2.0])
+    assert ppo("export", folder, tmp_path / "policy")[0] == 0
+    policy = tf.saved_model.load(str(tmp_path / "policy"))
+    state = policy.initial_state(1)
+    for step in range(3):
+        action, state = policy.mode(tf.constant([[0.5, step]], tf.float64), state)
+        np.testing.assert_allclose(action, [[0.2 * step]], rtol=1e-6)
+        np.testing.assert_array_equal(state, [[step + 1, 0.5, step]])
