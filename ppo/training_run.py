@@ -95,7 +95,8 @@ class TrainingRun:
             acting["acting"] = tf.nest.flatten(self._snapshot)
         got: Any = self.algorithm.trackables
         try:
-            for got in tf.nest.flatten(self.algorithm.trackables):
+            parts = self.agent.trackables, self.algorithm.trackables
+            for got in tf.nest.flatten(parts):
                 if not getattr(got, "built", True):
                     raise ConfigError(
                         f"algorithm {config.algorithm}: expected trackables with "

@@ -233,6 +233,16 @@ class Unbuilt(Counter):
         self.trackables = {"optimizers": [keras.optimizers.Adam()]}
 
 
+class UnbuiltAgent(Counter):
+    """An algorithm whose agent would create its variables in the first step."""
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        agent = Agent(*arguments)
+        agent.trackables = {"net": keras.Sequential([keras.layers.Dense(1)])}
+        return agent
+
+
 class Untracked(Counter):
     """An algorithm whose trackables a checkpoint cannot store."""
 
@@ -246,6 +256,8 @@ class Untracked(Counter):
 def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="got Adam, which is not built yet"):
         run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Unbuilt"))
+    with pytest.raises(ConfigError, match="got Sequential, which is not built yet"):
+        run(tmp_path / "agent", SMALL.replace(algorithm=f"{__name__}:UnbuiltAgent"))
     config = SMALL.replace(algorithm=f"{__name__}:Untracked", overlap=True)
     variable = tf.Variable(1.0)
     mixed = {1: variable, "v": variable}
