@@ -379,6 +379,7 @@ def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec
     if not isinstance(spec, EnvSpec):
         return None
     changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
+    changes["additional_wrappers"] = ()  # workers apply those of the registered spec
     if spec is env:  # keep its entry point: the spec's name may not be registered
         changes = {"kwargs": {**spec.kwargs, **changes["kwargs"]}}
     return replace(copying.deepcopy(spec), **changes)

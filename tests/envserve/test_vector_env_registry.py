@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env, data_equivalence
+from gymnasium.wrappers import TimeAwareObservation
 
 import envserve
 from envserve.client.vector_env import VectorEnv
@@ -115,6 +116,28 @@ def test_the_spec_of_a_vector_env_makes_an_equal_one(registry: None) -> None:
         with contextlib.closing(gymnasium.make_vec(envs.spec)) as others:
             assert isinstance(others, VectorEnv)
             assert (others.num_envs, others.render_mode) == (2, "rgb_array")
+
+
+def test_specs_apply_the_additional_wrappers_of_an_env_once(registry: None) -> None:
+    gymnasium.register(
+        "TimeAwareCart-v0",
+        entry_point="gymnasium.envs.classic_control:CartPoleEnv",
+        max_episode_steps=9,
+        additional_wrappers=(TimeAwareObservation.wrapper_spec(),),
+    )
+    one = envserve.make("TimeAwareCart-v0")
+    several = envserve.make_vec("TimeAwareCart-v0", num_workers=1)
+    with contextlib.closing(one), contextlib.closing(several):
+        assert one.spec is not None
+        assert several.spec is not None
+        expected = one.observation_space
+        assert expected.shape == (5,)
+        with contextlib.closing(gymnasium.make(one.spec)) as env:
+            assert env.observation_space == expected
+        with contextlib.closing(envserve.make(one.spec)) as env:
+            assert env.observation_space == expected
+        with contextlib.closing(gymnasium.make_vec(several.spec)) as envs:
+            assert envs.single_observation_space == expected
 
 
 def test_envs_keep_their_own_vector_env(registry: None) -> None:
