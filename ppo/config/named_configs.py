@@ -239,6 +239,10 @@ EXPECTED_RESULTS: dict[str, tuple[str, int]] = {
     "lunar_lander": ("280 (271 to 285)", 207),
     "lunar_lander_continuous": ("278 (265 to 284)", 138),
     "bipedal_walker": ("280 (279 to 282)", 2409),
+    "cheetah-sac": ("10,890 (10,870 to 10,910)", 7932),
+    "hopper-sac": ("3,490 (3,470 to 3,510)", 9345),
+    "walker-sac": ("4,650 (4,310 to 4,980)", 8466),
+    "ant-sac": ("3,870 (3,420 to 4,320)", 5648),
 }
 """Typical results of the named configs that were measured: the return, and the training
 time in seconds on one core (median over seeds). The return is the mean over 100
