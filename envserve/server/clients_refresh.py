@@ -50,17 +50,15 @@ class ClientsRefresh:
         If none is running, one is started; call this function again for its end. While
         the file system does not respond, the result is True after `_WAIT_SECONDS`.
         """
-        if self.is_running:
-            if time.monotonic() < self._wait_ends_at:
-                return False
-            self._is_awaited = False
-            return True
-        if self._is_awaited:
-            self._is_awaited = False
-            return True
-        self._start()
-        self._is_awaited = True
-        return False
+        is_running = self.is_running
+        if not (is_running or self._is_awaited):
+            self._start()
+            self._is_awaited = True
+            return False
+        if is_running and time.monotonic() < self._wait_ends_at:
+            return False
+        self._is_awaited = False
+        return True
 
     def _start(self) -> None:
         # A daemon thread, because it must not delay the end of the process.

@@ -18,6 +18,7 @@ from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.key_folder import KeyFolder
 from envserve.server.access import Access
+from tests.envserve.conftest import WaitUntil
 
 NOW = 1_800_000_000.0
 #: Seconds after which a test fails, even on a busy machine.
@@ -134,17 +135,8 @@ def test_only_changed_lines_are_parsed_again(
     assert len(parsed) == 2  # the invitation, and the line that has replaced it
 
 
-def refreshed(access: Access) -> bool:
-    """Wait until a refresh that this call starts has ended."""
-    ends_at = time.monotonic() + PATIENCE
-    while not access.refresh.is_done():
-        assert time.monotonic() < ends_at
-        time.sleep(0.001)
-    return True
-
-
 def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
-    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     access, may_read = Access(folder), threading.Event()
     read_private = private_files.read_private
@@ -162,7 +154,7 @@ def test_lookups_use_the_old_clients_while_a_thread_reads_the_file(
     with pytest.raises(KeyFileError, match="the clients file cannot be read now"):
         access.find_grant(b"?" * 32)
     may_read.set()
-    assert refreshed(access)
+    wait_until(access.refresh.is_done)
     assert access.find_grant(KEY) is None
     assert access.grant_of("ci") is None
     assert access.find_revoked() == {"ci"}
@@ -191,7 +183,10 @@ class HungFiles:
 
 
 def test_a_file_system_that_does_not_respond_blocks_no_lookup(
-    folder: KeyFolder, hung: HungFiles, monkeypatch: pytest.MonkeyPatch
+    folder: KeyFolder,
+    hung: HungFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    wait_until: WaitUntil,
 ) -> None:
     access, new = Access(folder), bytes([1] * 32)
     assert not access.refresh.is_done()
@@ -207,23 +202,24 @@ def test_a_file_system_that_does_not_respond_blocks_no_lookup(
                 access.find_grant(new)
     assert hung.num_calls == 1
     hung.respond.set()
-    assert refreshed(access)
+    wait_until(access.refresh.is_done)
     assert access.find_grant(new) is None
 
 
-def test_each_result_follows_a_refresh_that_began_later(folder: KeyFolder) -> None:
+def test_each_result_follows_a_refresh_that_began_later(
+    folder: KeyFolder, wait_until: WaitUntil
+) -> None:
     """A refresh for another purpose may have begun before the file was changed."""
     access = Access(folder)
     access.find_revoked()
-    while access.refresh.is_running:
-        time.sleep(0.001)
+    wait_until(lambda: not access.refresh.is_running)
     (folder.path / "clients").write_text("# nobody\n")
-    assert refreshed(access)
+    wait_until(access.refresh.is_done)
     assert access.find_grant(KEY) is None
 
 
 def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
-    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
     access = Access(folder)
 
@@ -232,12 +228,12 @@ def test_a_file_is_read_without_a_thread_if_the_system_is_out_of_threads(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     (folder.path / "clients").write_text("# nobody\n")
-    assert refreshed(access)
+    wait_until(access.refresh.is_done)
     assert access.find_grant(KEY) is None
 
 
 def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
-    folder: KeyFolder, hung: HungFiles
+    folder: KeyFolder, hung: HungFiles, wait_until: WaitUntil
 ) -> None:
     """Otherwise a client that has just joined would count as revoked."""
     access = Access(folder)
@@ -246,7 +242,7 @@ def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
     assert folder.clients.find(KEY, NOW)  # the file is not read yet
     folder.clients.add(Grant(name="ann", public=b"a" * 32), NOW)
     hung.respond.set()
-    assert refreshed(access)
+    wait_until(access.refresh.is_done)
     assert [grant.name for grant in folder.clients.grants()] == ["ann"]
 
 

@@ -156,7 +156,12 @@ class Quota:
           held: User and usage of each existing lease.
         """
         columns = zip(*self._limits_and_use(held), strict=True)
-        free = Usage(*(min(limit - a, total - a - b) for limit, total, a, b in columns))
+        free = Usage(
+            *(
+                min(limit - used, total - used - used_by_others)
+                for limit, total, used, used_by_others in columns
+            )
+        )
         return free.envs if min(free) > 0 else 0
 
     def _limits_and_use(
