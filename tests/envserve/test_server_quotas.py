@@ -37,6 +37,9 @@ class KeyedPeer:
         self._socket = self._context.socket(zmq.DEALER)
         use_keys(self._socket, public, pair)
         self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        # While replies wait for this limit, libzmq reads nothing, and does not notice
+        # that the server closes the connection because of the unread replies.
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.connect(server.address)
         self.send(MessageType.HELLO, Hello().encode())
         self.boot = self.receive().boot
