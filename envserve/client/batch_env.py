@@ -871,7 +871,7 @@ class BatchEnv:
         arguments: Sequence[Any] | Mapping[int, Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        access = self._start_access(env_indices, kind, name, arguments, kwargs)
+        access = self._start_access(env_indices, kind, name, arguments, kwargs or {})
         return access.finish(math.inf)
 
     @_exclusive
@@ -880,15 +880,15 @@ class BatchEnv:
         env_indices: RowIndices,
         kind: CallKind,
         name: str,
-        arguments: Sequence[Any] | Mapping[int, Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        arguments: Sequence[Any] | Mapping[int, Any],
+        kwargs: Mapping[str, Any],
     ) -> AttributeAccess:
         if not isinstance(name, str):
             raise TypeError(f"expected an attribute name of type str; got {name!r:.99}")
         self._begin()
         rows = check_rows(env_indices, self.num_envs).tolist()
         return AttributeAccess(
-            self._group, rows, kind, name, arguments, kwargs or {}, self.call
+            self._group, rows, kind, name, arguments, kwargs, self.call
         )
 
     # The batch as a whole.

@@ -53,7 +53,7 @@ class CrashFolder:
         """
         self._owner = hashlib.sha256(owner.encode()).hexdigest()[:8]
         self._folder = folder
-        self._next_write_at = -float("inf")
+        self._next_write_at = -math.inf
         self._has_warned = False
 
     def check(self) -> None:

@@ -92,7 +92,7 @@ class ClientsFile:
         grant = self._look_up().by_id.get((name, False))
         return grant if grant and grant.is_valid(now) else None
 
-    def grants(self, now: float = -float("inf")) -> list[Grant]:
+    def grants(self, now: float = -math.inf) -> list[Grant]:
         """Return the grants that have not expired at a given time.
 
         Args:
@@ -210,7 +210,7 @@ class ClientsFile:
             invited = self.find(invitation, now)
             if invited is None or not invited.is_invitation:
                 return None
-            same = self.find(public, -float("inf"))
+            same = self.find(public, -math.inf)
             if same is not None and same.name != invited.name:
                 raise RemoteProtocolError(
                     f"this client's key is already known as {same.name}; use it under "

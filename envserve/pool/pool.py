@@ -228,16 +228,17 @@ class Pool:
         Raises:
           RemoteProtocolError: The row has no flight record.
         """
-        board, rows = self._workers.frame_board, request.rows
-        if board is None:
-            return FrameResult(), b""
+        board, rows, record = self._workers.frame_board, request.rows, b""
         if request.record:
-            log = self._operations.fault_log
-            if not (record := log.flight_record(rows[0]) if rows else b""):
+            if board is not None and rows:
+                record = self._operations.fault_log.flight_record(rows[0])
+            if not record:
                 raise RemoteProtocolError(
                     "expected the row of an env that has been reset"
                 )
             return FrameResult(), record
+        if board is None:  # the pool is closed
+            return FrameResult(), b""
         board.watch(rows, request.width, time.monotonic_ns() + _WATCH_NS)
         frames, bytes_left = [], MAX_FRAMES_BYTES
         known = request.after[: len(rows)]

@@ -38,9 +38,6 @@ _SPACE_BYTES: Final = 1 << 18
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
-#: Exceptions that Gymnasium's spaces raise for invalid arguments, in addition to
-#: ValueError and other common exceptions.
-_GYMNASIUM_ERRORS: Final = (AssertionError, MemoryError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -182,8 +179,8 @@ def restore(description: Any) -> Space[Any]:
     except SpaceError:
         raise
     except (
-        *(LookupError, TypeError, ValueError, ArithmeticError),
-        *_GYMNASIUM_ERRORS,
+        *(ArithmeticError, LookupError, TypeError, ValueError),
+        *(AssertionError, MemoryError),  # from Gymnasium's spaces
     ) as error:
         text = f"{type(error).__name__}: {error}"[:_MAX_TEXT_LENGTH]
         raise SpaceError(f"not a valid space description: {text}") from None

@@ -49,10 +49,7 @@ _NIL: Final = Raw(b"\xc0")
 
 
 def decode_values(
-    data: bytes | bytearray | memoryview,
-    kind: type[Type],
-    where: str,
-    max_values: int | None = None,
+    data: bytes | bytearray | memoryview, kind: type[Type], where: str, max_values: int
 ) -> Type:
     """Decode a value with `codec`, and convert it to a type.
 

@@ -134,6 +134,7 @@ class EnvRow:
             ) from None
         spec = self._spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
+        # Both raise a SpaceError if the space is not supported.
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
         self._single_leaf = leaf = spec.single_observation
         self._single_dtype = None if leaf is None else leaf.dtype

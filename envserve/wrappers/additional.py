@@ -64,7 +64,7 @@ class RandomStart(gymnasium.Wrapper[Any, Any, Any, Any]):
     batch differ, and an episode can be replayed from the state of that generator.
     """
 
-    def __init__(self, env: gymnasium.Env[Any, Any], max_steps: int) -> None:
+    def __init__(self, env: Env, max_steps: int) -> None:
         super().__init__(env)
         self._max_steps = max_steps
         self._actions = copy.deepcopy(env.action_space)  # a copy, because it is seeded
@@ -112,7 +112,7 @@ _DIFFERENCE_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 class FrameDelta(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Observe the difference from the previous observation; 0 after a reset."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
+    def __init__(self, env: Env) -> None:
         """Wrap an env whose observations are a Box of floats or of short integers.
 
         Raises:
@@ -160,10 +160,7 @@ class FrameHistory(gymnasium.Wrapper[Any, Any, Any, Any]):
     """
 
     def __init__(
-        self,
-        env: gymnasium.Env[Any, Any],
-        past_indices: tuple[int, ...],
-        flatten: bool = False,
+        self, env: Env, past_indices: tuple[int, ...], flatten: bool = False
     ) -> None:
         """Wrap an env whose observations are a Box.
 

@@ -127,3 +127,5 @@ def test_a_closed_batch_is_reported_as_idle() -> None:
         (lease,) = observer.status().leases
         assert (lease.in_flight, lease.absent) == (0, ())
         assert observer.frames(1, [0]) == []
+        with pytest.raises(LocalProtocolError, match="expected the row of an env"):
+            observer.record(1, 0)

@@ -417,9 +417,16 @@ def test_the_next_free_port_is_used() -> None:
             assert browser.request("GET", "/")[0] == 200
 
 
-def test_an_address_of_another_host_raises() -> None:
-    with pytest.raises(ServerError, match=r"cannot listen on 192\.0\.2\.1:80"):
-        page_server(build_over(FakeServerState()), "192.0.2.1", 80)
+@pytest.mark.parametrize(
+    ("host", "error"),
+    [
+        ("192.0.2.1", r"192\.0\.2\.1:80: "),
+        ("ü..b", r"ü\.\.b:80: .*label empty"),
+    ],
+)
+def test_a_host_that_the_page_cannot_listen_on_raises(host: str, error: str) -> None:
+    with pytest.raises(ServerError, match=f"cannot listen on .*{error}"):
+        page_server(build_over(FakeServerState()), host, 80)
 
 
 def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(

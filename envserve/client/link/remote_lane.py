@@ -500,7 +500,7 @@ class RemoteLane:
             # A LocalProtocolError if this lane has adopted the successor's lease.
             error = theirs.error
             if theirs.state is ClientState.READY and not driver.is_moving:
-                attachment.check_same_envs(theirs.attachment)
+                attachment.check_same_envs(theirs.client_blocks)
                 driver.begin_move(time.monotonic())
         except Exception as found:  # no file descriptor is free, for example
             error = found

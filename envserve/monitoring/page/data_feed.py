@@ -211,11 +211,14 @@ class DataFeed:
             poller.wake.set()
 
     def _follow_metrics(self, publish: _Publish) -> None:
-        metrics, is_new = self._metrics, True
-        while metrics and not self._has_ended.is_set():
-            if metrics.read() or is_new:
-                publish("run", encode_event("run", metrics.summary()))
-            is_new = self._has_ended.wait(_CURVE_SECONDS)
+        if self._metrics is None:
+            return
+        is_first = True
+        while not self._has_ended.is_set():
+            if self._metrics.read() or is_first:
+                publish("run", encode_event("run", self._metrics.summary()))
+            is_first = False
+            self._has_ended.wait(_CURVE_SECONDS)
 
 
 class _ServerPoller:

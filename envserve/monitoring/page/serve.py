@@ -79,12 +79,14 @@ def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for number in range(port, min(port + _NUM_PORTS, 65536)) if port else (0,):
         try:
+            host.encode("idna")  # if this fails, `create_server` leaks a socket
             listening = socket.create_server((host, number), family=family)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (OSError, UnicodeError) as error:
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
                 continue
+            reason = getattr(error, "strerror", None) or error
             raise ServerError(
-                f"the page cannot listen on {host}:{number}: {error.strerror}; pass an "
+                f"the page cannot listen on {host}:{number}: {reason}; pass an "
                 f"address of this host as --host, and a --port that you may use"
             ) from None
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # accepted sockets inherit the option

@@ -165,16 +165,30 @@ class Attachment:
         if self.client_blocks is None:
             self.client_blocks = self._create_blocks(granted.spec, granted.blocks)
         else:
-            _check_same_envs(granted, self.client_blocks, self.granted_by)
+            self.check_same_envs(granted)
         self._requests.remove(self.attach_id)
         self._requests.epoch = granted.epoch
         self._use_lease(self.client_blocks, 1, now)
 
-    def check_same_envs(self, other: Attachment) -> None:
-        """Raise RemoteProtocolError if the envs of another session are different."""
-        assert self.client_blocks is not None
-        assert other.client_blocks is not None
-        _check_same_envs(other.client_blocks, self.client_blocks, self.granted_by)
+    def check_same_envs(self, other: Granted | ClientBlocks) -> None:
+        """Raise RemoteProtocolError if another lease has other spaces or blocks.
+
+        See the decision "A lane keeps its blocks when it moves to another server".
+        """
+        previous = self.client_blocks
+        assert previous is not None
+        different = list(previous.spec.differences(other.spec))
+        old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, other))
+        if old != new:
+            text = f"{len(old)} before, {len(new)} with different rows now"
+            text += "; start the server with the same number of --workers"
+            different.append(f"blocks: {text}")
+        if different:
+            source = f" from {self.granted_by}" if self.granted_by else ""
+            raise RemoteProtocolError(
+                f"expected the same envs as before{source}; got different ones: "
+                f"{'; '.join(different)}"
+            )
 
     def has_next_seeds(self, other: Attachment) -> bool:
         """Return whether another session's ATTACH has the seeds of `next_attach`."""
@@ -571,27 +585,6 @@ class Attachment:
         else:
             self.fail(error)
         self._requests.send_detach(detach_frames)
-
-
-def _check_same_envs(
-    granted: Granted | ClientBlocks, previous: ClientBlocks, previous_address: str
-) -> None:
-    """Raise RemoteProtocolError if spaces or blocks have changed.
-
-    See the decision "A lane keeps its blocks when it moves to another server".
-    """
-    different = list(previous.spec.differences(granted.spec))
-    old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, granted))
-    if old != new:
-        text = f"{len(old)} before, {len(new)} with different rows now"
-        text += "; start the server with the same number of --workers"
-        different.append(f"blocks: {text}")
-    if different:
-        source = f" from {previous_address}" if previous_address else ""
-        raise RemoteProtocolError(
-            f"expected the same envs as before{source}; got different ones: "
-            f"{'; '.join(different)}"
-        )
 
 
 def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:

@@ -53,7 +53,7 @@ class ClientSession:
 
     The transport calls `record_connect`, `record_disconnect` and `receive`, calls
     `advance` at `next_deadline` or soon after, and sends the frames in `outbox`.
-    Only `submit_step`, `collect` and `client_blocks.is_ready` write rows.
+    Only `submit_step`, `collect` and `client_blocks.refresh_absent` write rows.
 
     Attributes:
       requests: Requests that have no reply yet; and the session, boot and epoch

@@ -268,23 +268,23 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             client = f"{user} ({client})"
         try:
             self._check_allowed(quota, attach)
-            self._check_capacity(quota, attach, (user, client), now)
+            self._check_capacity(quota, attach, client, now)
         except Rejection as rejection:
             rejection.requested = attach.env_name, attach.num_envs
             raise
         self._client_names[user].pop(number, None)
         self._num_leases += 1
         record = self[session] = LeaseRecord(
-            session,
-            self._num_leases,
-            quota.settings,
-            Usage.requested_by(attach, quota.settings),
-            attach,
-            message.body,
-            message,
-            client,
-            now,
-            now,
+            session=session,
+            number=self._num_leases,
+            settings=quota.settings,
+            usage=Usage.requested_by(attach, quota.settings),
+            attach=attach,
+            attach_body=message.body,
+            request=message,
+            client=client,
+            attached_at=now,
+            last_message_at=now,
         )
         _LOGGER.debug("%s, attaching (client: %s)", record, client)
 
@@ -338,7 +338,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             raise Rejection(ErrorCode.BAD_WRAPPER, str(error)) from None
 
     def _check_capacity(
-        self, quota: Quota, attach: Attach, requester: tuple[str, str], now: float
+        self, quota: Quota, attach: Attach, client: str, now: float
     ) -> None:
         """Raise Rejection if too few envs are free, or the user's quota is used up.
 
@@ -354,7 +354,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             return
         spares = ", half of them spares" if attach.spare_envs else ""
         largest_first = sorted(self.values(), key=lambda r: -r.attach.num_hosted)
-        user, client = requester
+        user = quota.user
         visible = [
             r for r in largest_first if r.user == user and (user or r.client == client)
         ]
