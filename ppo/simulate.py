@@ -356,20 +356,17 @@ class Simulation:
             self._step_envs(index, int(step), env_action)
             return inputs(following, int(step) - (following > index))
 
-        def first_observation(index: int) -> list[tf.Tensor]:
-            leaves = self._env.host_calls.call(
-                lambda: self._splits[index].observation_leaves(0),
-                [],
-                specs[index][:num_leaves],
-            )
-            return list(leaves)
-
         indices = range(len(self._splits))
         specs = [
             [tf.TensorSpec(rows.shape, rows.dtype) for rows in inputs(index, -1)]
             for index in indices
         ]
-        observations = list(map(first_observation, indices))
+        observations = [
+            self._env.host_calls.call(
+                functools.partial(inputs, index, -1), [], specs[index]
+            )[:num_leaves]
+            for index in indices
+        ]
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
             # This call only determines shapes; TensorFlow prunes its operations.
