@@ -234,7 +234,7 @@ def plan_new_run(
     source: EnvSource,
     runs: list[RunFolder],
     *,
-    film: bool = False,
+    film: bool,
 ) -> RunPlan:
     """Plan a new run, create its folder, and append the folder to `runs`.
 
