@@ -596,7 +596,7 @@ class Simulation:
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
             _, rows = bootstrapped.nonzero()
-            check_finite(env, final, result.reward[bootstrapped], rows)
+            check_finite(env, final, env_indices=rows)
 
     def _check_policy(
         self, env_indices: np.ndarray, leaves: Any, env_action: np.ndarray
@@ -610,7 +610,7 @@ class Simulation:
           leaves: Observations, `[n, ...]` each.
           env_action: Actions, `[n, ...]`.
         """
-        check_finite(self._env.env, leaves, np.zeros(len(env_indices)), env_indices)
+        check_finite(self._env.env, leaves, env_indices=env_indices)
         if env_action.dtype.kind == "f":
             self._expect_finite(env_indices, "action", env_action[None])
 

@@ -211,7 +211,7 @@ class _Actor:
         self._state = self._initial_state
 
     def __call__(self, observation: Any) -> np.ndarray:
-        check_finite(self._env, observation, np.zeros(1))
+        check_finite(self._env, observation)
         tensors = tf.nest.map_structure(tf.constant, observation)
         seed = tf.constant(next(self._seeds))
         action, self._state = self._act(tensors, seed, *self._state)
