@@ -66,7 +66,7 @@ class InGraphBatchEnv:
     def reset(self) -> Any:
         """Reset all envs and return the first observation, `[B, ...]`."""
         observation = self.env.reset()
-        check_finite(self.env, observation, np.zeros(self.num_envs))
+        check_finite(self.env, observation)
         return observation
 
     def to_env_action(self, action: tf.Tensor) -> tf.Tensor:
@@ -163,7 +163,10 @@ class HostCalls:
 
 
 def check_finite(
-    env: BatchEnv, observation: Any, reward: np.ndarray, env_indices: Any = None
+    env: BatchEnv,
+    observation: Any,
+    reward: np.ndarray | None = None,
+    env_indices: Any = None,
 ) -> None:
     """Raise an `EnvDataError` if an observation or a reward is NaN or infinite.
 
@@ -172,19 +175,18 @@ def check_finite(
     Args:
       env: The envs, for the error message.
       observation: Nest of rows `[n, ...]`.
-      reward: Rewards `[n]`.
+      reward: Rewards `[n]`, if any.
       env_indices: Env index of each row, `[n]`; by default, 0 to n - 1.
     """
-    arrays = [("reward", reward)]
+    arrays = [] if reward is None else [("reward", reward)]
     for index, leaf in enumerate(tf.nest.flatten(observation)):
         arrays.append((f"observation leaf {index}", leaf))
     for name, array in arrays:
         limit, text = np.inf, ""
         if array.dtype == np.float64 and name != "reward":
             limit, text = _MAX_OBSERVATION, f" below {_MAX_OBSERVATION:g}"
-        if array.dtype.kind == "f" and not (np.abs(array) < limit).all():
-            is_valid = (np.abs(array) < limit).reshape(len(array), -1).all(axis=1)
-            row = int(np.argmin(is_valid))
+        if array.dtype.kind == "f" and not (is_valid := np.abs(array) < limit).all():
+            row = int(np.argmin(is_valid.reshape(len(array), -1).all(axis=1)))
             env_index = row if env_indices is None else int(env_indices[row])
             raise EnvDataError(
                 f"Env {env_index} of {env.spec.env_name}: expected a finite {name}"

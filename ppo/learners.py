@@ -162,11 +162,9 @@ class Learners:
         if self.num == 1:
             return
         copied = [
-            variable
-            for variable in variables
-            if variable.dtype.is_floating
-            or variable.dtype.is_integer
-            or variable.dtype.is_bool
+            v
+            for v in variables
+            if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool
         ]
         values = [
             _as_summable(v if self.is_chief else tf.zeros_like(v)) for v in copied

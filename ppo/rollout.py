@@ -281,14 +281,8 @@ class EpisodeTracker:
                 self.consecutive_lost[env_index] += 1
                 if not self._has_invalid_step[env_index]:
                     self.consecutive_lost[env_index] = 0
-                    episodes.append(
-                        Episode(
-                            env_index,
-                            float(self._total_reward[env_index]),
-                            int(self._length[env_index]),
-                            infos.get((step, env_index), {}),
-                        )
-                    )
+                    info = infos.get((step, env_index), {})
+                    episodes.append(self._episode(env_index)._replace(info=info))
                 self._total_reward[env_index] = 0.0
                 self._length[env_index] = 0
                 self._has_invalid_step[env_index] = False
@@ -297,10 +291,11 @@ class EpisodeTracker:
     def running(self, min_length: int) -> list[Episode]:
         """Return the unfinished episodes of `min_length` or more steps, all valid."""
         is_long = ~self._has_invalid_step & (self._length >= min_length)
-        return [
-            Episode(index, float(self._total_reward[index]), int(self._length[index]))
-            for index in np.flatnonzero(is_long).tolist()
-        ]
+        return list(map(self._episode, np.flatnonzero(is_long).tolist()))
+
+    def _episode(self, env_index: int) -> Episode:
+        total_reward, length = self._total_reward[env_index], self._length[env_index]
+        return Episode(env_index, float(total_reward), int(length))
 
 
 class LostSteps:

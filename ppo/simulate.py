@@ -133,7 +133,8 @@ class Simulation:
             self._buffers.append((rollout, splits))
         self._rollout, self._splits = self._buffers[0]
         self._state_sizes = tuple(state_sizes)
-        self._states: list[States] = []  # one per split, after the last rollout
+        #: One per split, after the last rollout; empty if the envs must be reset.
+        self._states: list[States] = []
         self.infos: dict[tuple[int, int], Mapping[str, Any]] = {}
         if act_on < 1 and (noise is None or len(self._splits) > 1):
             raise ValueError(
@@ -154,7 +155,6 @@ class Simulation:
         # With a GPU, this is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
-        self._is_started = False
 
     def run(
         self,
@@ -238,12 +238,11 @@ class Simulation:
         self._buffers.rotate()
         self._rollout, self._splits = self._buffers[0]
         self.infos.clear()
-        continues = self._is_started and not reset
-        self._is_started = False  # after an exception, the next call resets envs
-        if continues:
+        last_states, self._states = self._states, []  # stays empty after an exception
+        if last_states and not reset:
             states = [
                 states.after_result(*split.end_flags(self._horizon - 1))
-                for split, states in zip(splits, self._states, strict=True)
+                for split, states in zip(splits, last_states, strict=True)
             ]
             tf.nest.map_structure(
                 lambda rows, last: np.copyto(rows[0], last[-1]),
@@ -273,14 +272,12 @@ class Simulation:
                     outputs, states = self._graph_loop(snapshot, noise, states)
             else:
                 outputs, states = self._run_loop(act, noise, states)
-            if self._is_synchronous:
-                for split in self._splits[1:]:
-                    self._receive(split, self._horizon - 1)
+            for split in self._splits[1:]:
+                self._receive(split, self._horizon - 1)
             self._check_results()
-            self._states = tf.nest.map_structure(np.asarray, states)
             for split, stacked in zip(self._splits, outputs, strict=True):
                 self._record(split, tf.nest.map_structure(np.asarray, stacked))
-        self._is_started = True
+        self._states = tf.nest.map_structure(np.asarray, states)
         return self._rollout
 
     def _start(self) -> None:
@@ -359,20 +356,17 @@ class Simulation:
             self._step_envs(index, int(step), env_action)
             return inputs(following, int(step) - (following > index))
 
-        def first_observation(index: int) -> list[tf.Tensor]:
-            leaves = self._env.host_calls.call(
-                lambda: self._splits[index].observation_leaves(0),
-                [],
-                specs[index][:num_leaves],
-            )
-            return list(leaves)
-
         indices = range(len(self._splits))
         specs = [
             [tf.TensorSpec(rows.shape, rows.dtype) for rows in inputs(index, -1)]
             for index in indices
         ]
-        observations = list(map(first_observation, indices))
+        observations = [
+            self._env.host_calls.call(
+                functools.partial(inputs, index, -1), [], specs[index]
+            )[:num_leaves]
+            for index in indices
+        ]
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
             # This call only determines shapes; TensorFlow prunes its operations.
@@ -602,7 +596,7 @@ class Simulation:
                 lambda leaf: leaf[bootstrapped], result.final_observation
             )
             _, rows = bootstrapped.nonzero()
-            check_finite(env, final, result.reward[bootstrapped], rows)
+            check_finite(env, final, env_indices=rows)
 
     def _check_policy(
         self, env_indices: np.ndarray, leaves: Any, env_action: np.ndarray
@@ -616,7 +610,7 @@ class Simulation:
           leaves: Observations, `[n, ...]` each.
           env_action: Actions, `[n, ...]`.
         """
-        check_finite(self._env.env, leaves, np.zeros(len(env_indices)), env_indices)
+        check_finite(self._env.env, leaves, env_indices=env_indices)
         if env_action.dtype.kind == "f":
             self._expect_finite(env_indices, "action", env_action[None])
 

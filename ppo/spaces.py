@@ -4,7 +4,6 @@ This module does not import TensorFlow, so that `ppo train` can reject spaces be
 loads TensorFlow.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,7 +84,7 @@ def space_leaves(space: gymnasium.Space[Any], path: str = "observation") -> Any:
             f"{path}: expected Box, Discrete, MultiBinary, MultiDiscrete, or a Dict or "
             f"Tuple of those, got {space}; {remedy}"
         )
-    if not math.prod(space.shape or ()):
+    if 0 in (space.shape or ()):
         raise UnsupportedSpaceError(
             f"{path}: expected at least one element, got {space}; {remedy}"
         )

@@ -303,7 +303,7 @@ class _Loop:
             or age >= self._config.checkpoint_seconds
         )
 
-    def _save(self, evaluation: Evaluation | None = None) -> None:
+    def _save(self, evaluation: Evaluation | None) -> None:
         is_saved = self._run.counters.iteration == self._saved_iteration
         if is_saved or not self._learners.is_chief:
             return

@@ -146,17 +146,19 @@ class Callbacks:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._callbacks: list[tuple[str, Any, Any]] = []
+        # The setting with its value, the user's code, and the function to call.
+        self._after_iteration: list[tuple[str, Any, Any]] = []
+        self._before_update: list[tuple[str, Any, Any]] = []
         for name in names:
-            code = load_user_code("callbacks", name)
-            with user_code_errors(f"callbacks {name}", code):
+            label, code = f"callbacks {name}", load_user_code("callbacks", name)
+            with user_code_errors(label, code):
                 callback: Any = code() if inspect.isclass(code) else code
-                before_update = getattr(callback, "before_update", None)
-                if before_update is not None:
-                    inspect.signature(before_update).bind("run", "rollout")
-                if callable(callback) or before_update is None:
+                if (method := getattr(callback, "before_update", None)) is not None:
+                    inspect.signature(method).bind("run", "rollout")
+                    self._before_update.append((label, code, method))
+                if callable(callback) or method is None:
                     inspect.signature(callback).bind("run", "metrics", "rollout")
-            self._callbacks.append((f"callbacks {name}", code, callback))
+                    self._after_iteration.append((label, code, callback))
 
     def __call__(self, run: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Call all callbacks and return the metrics that they add.
@@ -165,9 +167,7 @@ class Callbacks:
           CallbackError: A callback raised an exception, stepped or reset the training
             envs, or did not return a dict from names to numbers.
         """
-        return self._call(
-            run, metrics, lambda callback: callback if callable(callback) else None
-        )
+        return self._call(self._after_iteration, run, metrics)
 
     def before_update(self, run: Any) -> dict[str, float]:
         """Call the method `before_update` of all callbacks that have one.
@@ -177,26 +177,21 @@ class Callbacks:
         Raises:
           CallbackError: As in `__call__`, or a reward is not finite afterwards.
         """
-
-        def before_update_of(callback: Any) -> Any:
-            method = getattr(callback, "before_update", None)
-            return method and (lambda run, _, rollout: method(run, rollout))
-
-        numbers = self._call(run, {}, before_update_of)
+        numbers = self._call(self._before_update, run, None)
         # Numbers must not replace metrics of the iteration that have the same name.
         reserved = run.statistics() if numbers else ()
         return {name: numbers[name] for name in numbers if name not in reserved}
 
     def _call(
-        self, run: Any, metrics: dict[str, float], function_of: Callable[[Any], Any]
+        self, callbacks: list[Any], run: Any, metrics: dict[str, float] | None
     ) -> dict[str, float]:
-        numbers, env = dict(metrics), run.env
+        """Call callbacks; without `metrics`, pass only the run and the rollout."""
+        numbers, env = dict(metrics or {}), run.env
         rows, resets = env.stats().rows, env.reset_infos
-        for name, code, callback in self._callbacks:
-            if (function := function_of(callback)) is None:
-                continue
-            with user_code_errors(name, code, CallbackError):
-                added = function(run, numbers, run.rollout) or {}
+        for label, code, function in callbacks:
+            with user_code_errors(label, code, CallbackError):
+                shown = () if metrics is None else (numbers,)
+                added = function(run, *shown, run.rollout) or {}
                 if env.is_closed:
                     raise ValueError(
                         "a callback must not close run.env; call run.stop() to end "
@@ -215,7 +210,7 @@ class Callbacks:
                     )
                 check_metric_names(numbers)
                 numbers = {key: float(value) for key, value in numbers.items()}
-        reserved = {*metrics, "steps"}
+        reserved = {*(metrics or ()), "steps"}
         return {
             name: number
             for name, number in numbers.items()

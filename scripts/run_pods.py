@@ -104,26 +104,20 @@ class Cluster:
         wait_for("the trainer has keys and servers", pod.is_initialised)
         pod.start(*more)
 
-    def has_rows(self, num_rows: int, is_complete: bool | None = None) -> bool:
-        """Return whether there are at least `num_rows` rows of metrics.
-
-        If `is_complete` is True, all steps of the last row must also be valid; if it is
-        False, at least one step must be invalid.
-        """
+    def has_rows(self, num_rows: int) -> bool:
+        """Return whether there are enough rows, and all steps of the last are valid."""
         if self.trainer.process.poll() is not None:
             log = self.trainer.log()[-3000:]
             raise ChildProcessError(
                 f"expected the trainer to run; it has exited:\n{log}"
             )
         rows = rows_of(self.run)
-        if len(rows) < num_rows:
-            return False
-        return is_complete is None or (rows[-1]["valid_fraction"] == 1.0) == is_complete
+        return len(rows) >= num_rows and rows[-1]["valid_fraction"] == 1.0
 
-    def wait_for_training(self, name: str, is_complete: bool | None = None) -> None:
-        """Wait for three more rows of metrics; see `has_rows` for `is_complete`."""
+    def wait_for_training(self, name: str) -> None:
+        """Wait for three more rows of metrics, the last without invalid steps."""
         before = len(rows_of(self.run))
-        wait_for(name, lambda: self.has_rows(before + 3, is_complete), TIMEOUT_SECONDS)
+        wait_for(name, lambda: self.has_rows(before + 3), TIMEOUT_SECONDS)
 
     def num_leases(self, *names: str) -> int:
         """Return the number of leases that servers have granted to the trainer.
@@ -181,17 +175,17 @@ def check_servers(cluster: Cluster) -> None:
         )
     cluster.publish_servers()
     cluster.start_trainer(*ENDLESS)
-    wait_for("the trainer trains", lambda: cluster.has_rows(3, True), TIMEOUT_SECONDS)
+    wait_for("the trainer trains", lambda: cluster.has_rows(3), TIMEOUT_SECONDS)
     in_use = cluster.servers["envs-0"]
     wait_for("a server in use is live", lambda: in_use.passes("livenessProbe"))
 
     # A replaced pod gets another address.
     cluster.remove_server("envs-1").kill()
-    cluster.wait_for_training("training continues without envs-1", True)
+    cluster.wait_for_training("training continues without envs-1")
     moved = cluster.start_server("envs-1", "c")
     cluster.publish_servers()
     evict(cluster.remove_server("envs-0"), 0)
-    cluster.wait_for_training(f"all envs are on envs-1 at {moved.address}", True)
+    cluster.wait_for_training(f"all envs are on envs-1 at {moved.address}")
     cluster.start_server("envs-0", "b")
     cluster.publish_servers()
 
@@ -205,7 +199,7 @@ def check_trainer(cluster: Cluster) -> None:
         )
     cluster.trainer = cluster.new_trainer()
     cluster.start_trainer(*ENDLESS, "--min-servers", "2", "--set", "num_servers=4")
-    cluster.wait_for_training("two of four servers have the trainer's envs", True)
+    cluster.wait_for_training("two of four servers have the trainer's envs")
     for name, host in (("envs-2", "a"), ("envs-3", "d")):
         cluster.start_server(name, host)
     cluster.publish_servers()
@@ -218,7 +212,7 @@ def check_trainer(cluster: Cluster) -> None:
         lambda: cluster.num_leases() > before,
         TIMEOUT_SECONDS,
     )
-    cluster.wait_for_training("training continues without envs-3", True)
+    cluster.wait_for_training("training continues without envs-3")
     cluster.hosts.plug_cable("d")
     cluster.wait_for_leases("envs-3", 2)
     cluster.trainer.kill()

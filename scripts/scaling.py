@@ -66,7 +66,7 @@ def save_part(part: str, results: Any) -> None:
     NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def measure_all(points: Sequence[Point], turns: int = 1) -> list[Point]:
+def measure_all(points: Sequence[Point], turns: int) -> list[Point]:
     """Measure the points `turns` times, in alternating order; return the medians."""
     results: dict[Point, list[Point]] = {point: [] for point in points}
     for turn in range(turns):

@@ -141,7 +141,7 @@ class RowCheck:
 
 
 def train_once(
-    config: Config, num_servers: int, console: Console, *, leave: bool = False
+    config: Config, num_servers: int, console: Console, *, leave: bool
 ) -> float:
     """Return the mean return of the final evaluation, or -inf if rows were missing."""
     from ppo.environments import env_maker

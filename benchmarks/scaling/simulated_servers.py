@@ -82,7 +82,7 @@ class SimulatedServer:
         env_seconds: float,
         *,
         insecure: bool,
-        stalls: Stalls = NO_STALLS,
+        stalls: Stalls,
     ) -> None:
         host = HostSettings(num_workers=1, envs_per_worker=_MAX_ENVS)
         self._protocol = ServerProtocol(host, _ENV_NAMES, boot=1 + id(self))

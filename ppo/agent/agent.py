@@ -143,7 +143,11 @@ class Agent:
             values, scales = snapshot
             replaced = list(zip(self.trainable_variables, values, strict=True))
         with keras.StatelessScope(replaced):
-            distribution, state = self._policy_step(observation, state, scales)
+            features = self.preprocess(observation, scales)
+            embeddings = self.embed(features, len(state)) if self.cores else []
+            steps = zip(self.cores, embeddings, state, strict=False)
+            state = tuple(core.advance(*inputs) for core, *inputs in steps)
+            distribution = self.distribution(features, *state[:1])
         return distribution.sample(noise), distribution.parameters, *state
 
     def in_numpy(
@@ -272,22 +276,6 @@ class Agent:
                 torso_output = networks.value_torso(inputs)
             embeddings.append(self.cores[1].embed(torso_output))
         return embeddings
-
-    def _policy_step(
-        self, observation: Any, state: tuple[tf.Tensor, ...], scales: Any
-    ) -> tuple[Distribution, tuple[tf.Tensor, ...]]:
-        """Return the action distributions for raw rows, and the states after them."""
-        features = self.preprocess(observation, scales)
-        if not self.cores:
-            return self.distribution(features), ()
-        embeddings = self.embed(features, len(state))
-        state = tuple(
-            core.advance(embedding, part)
-            for core, embedding, part in zip(
-                self.cores, embeddings, state, strict=False
-            )
-        )
-        return self.distribution(features, state[0]), state
 
     def _torso_output(self, torso: Any, inputs: Any) -> Any:
         """Return the output of a torso as the input of networks without cores."""

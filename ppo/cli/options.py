@@ -428,7 +428,8 @@ def resolve_env_source(
     """
     from envserve.client.link.discovery import resolve
 
-    files = {Path(split_reference(name)[0]).name for name in _code(config)}
+    names = [] if config is None else _code(config)
+    files = {Path(split_reference(name)[0]).name for name in names}
     moved = {name for name in files if name.endswith(".py")}
     moved -= {Path(name).name for name in source.import_modules}
     source = options.applied_to(source)
@@ -442,10 +443,8 @@ def resolve_env_source(
     return source
 
 
-def _code(config: Config | None) -> list[str]:
+def _code(config: Config) -> list[str]:
     """Return the names of functions and classes in a config, without those of envs."""
-    if config is None:
-        return []
     return [*(getattr(config, key) for key in CODE_SETTINGS), *config.callbacks]
 
 

@@ -163,24 +163,23 @@ def plan_resumed_run(
 ) -> RunPlan:
     """Plan the continuation of a run that was checked with `check_trust`."""
     run_folder, earlier = RunFolder.read(path)
-    named = None if name is None else with_algorithm(load_config(name), changes)
-    for key in ("env_name", "algorithm") if named else ():
-        value = getattr(earlier, key)
-        if key == "algorithm" and is_env(str(name)):
-            continue
-        if env_name_of(getattr(named, key)) != env_name_of(value):
-            raise ConfigError(
-                f"--resume uses the config of the earlier run, whose "
-                f"{key.removesuffix('_name')} is {value}; omit CONFIG, and use --set "
-                "to change a setting."
-            )
+    if name is not None:
+        named = with_algorithm(load_config(name), changes)
+        for key in ("env_name",) if is_env(name) else ("env_name", "algorithm"):
+            value = getattr(earlier, key)
+            if env_name_of(getattr(named, key)) != env_name_of(value):
+                raise ConfigError(
+                    f"--resume uses the config of the earlier run, whose "
+                    f"{key.removesuffix('_name')} is {value}; omit CONFIG, and use "
+                    "--set to change a setting."
+                )
     source = resolve_env_source(run_folder.env_source(), options, earlier)
     config = with_absolute_paths(resumed_config(earlier, changes))
     config = options.with_moved_files(config)
     config.check_algorithm()
     find_user_code(config, source)
     remark = ""
-    if name is not None and named is not None and not is_env(name):
+    if name is not None and not is_env(name):
         named = options.with_moved_files(with_absolute_paths(named))
         remark = _differences(name, named, config, changes)
     return RunPlan(run_folder, config, "of the run", source, earlier, remark=remark)
@@ -235,7 +234,7 @@ def plan_new_run(
     source: EnvSource,
     runs: list[RunFolder],
     *,
-    film: bool = False,
+    film: bool,
 ) -> RunPlan:
     """Plan a new run, create its folder, and append the folder to `runs`.
 

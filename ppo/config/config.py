@@ -670,19 +670,14 @@ class Config:
 
     def non_defaults(self) -> dict[str, Any]:
         """Return a dict of the settings that differ from their defaults."""
-        defaults = _defaults_of(self.algorithm)
+        defaults = {
+            field.name: {} if field.default is dataclasses.MISSING else field.default
+            for field in dataclasses.fields(self)
+        }
+        defaults |= _DEFAULTS.get(self.algorithm, {})
+        if kind := SETTINGS_TYPES.get(self.algorithm):
+            defaults["algorithm_settings"] = vars(kind())
         return {k: value for k, value in vars(self).items() if value != defaults[k]}
-
-
-def _defaults_of(algorithm: str) -> dict[str, Any]:
-    """Return the defaults of all fields of `Config` for an algorithm."""
-    defaults = {
-        field.name: {} if field.default is dataclasses.MISSING else field.default
-        for field in dataclasses.fields(Config)
-    }
-    kind = SETTINGS_TYPES.get(algorithm)
-    specific = {"algorithm_settings": vars(kind())} if kind else {}
-    return defaults | {**_DEFAULTS.get(algorithm, {}), **specific}
 
 
 def _as_json_types(value: Any, where: str, depth: int = 0) -> Any:

@@ -170,8 +170,7 @@ class PeriodicEvaluator:
         self._seed = derived_seed(config.seed, 0, 3)
         self._make_env = make_env
         self._on_step = on_step
-        self._graph_env: InGraphBatchEnv | None = None
-        self._simulation: Simulation | None = None
+        self._splits: list[list[int]] = []  # those of the simulation's envs
 
     def evaluate(self) -> Evaluation:
         """Evaluate the agent with its current parameters.
@@ -199,7 +198,8 @@ class PeriodicEvaluator:
 
     def _simulation_with(self, env: BatchEnv) -> Simulation:
         """Return a simulation of these envs; reuse its graph if the splits match."""
-        if self._graph_env is None or not _have_same_splits(self._graph_env.env, env):
+        splits = [rows.tolist() for rows in env.splits]
+        if splits != self._splits:
             self._graph_env = InGraphBatchEnv(env, self._agent.actions)
             self._simulation = _simulation(
                 self._agent,
@@ -207,7 +207,7 @@ class PeriodicEvaluator:
                 self._config.evaluation_actions,
                 self._on_step,
             )
-        assert self._simulation is not None
+            self._splits = splits
         self._graph_env.env = env
         return self._simulation
 
@@ -386,12 +386,6 @@ def _warn_of_endless_episodes(env: BatchEnv, time_limit: int) -> None:
         f"{env.spec.env_name}: an episode of the evaluation was cut off, because it "
         f"did not end within {time_limit:,} steps (evaluation_time_limit). If the env "
         f"has no time limit, {TIME_LIMIT_REMEDY}"
-    )
-
-
-def _have_same_splits(one: BatchEnv, other: BatchEnv) -> bool:
-    return len(one.splits) == len(other.splits) and all(
-        map(np.array_equal, one.splits, other.splits)
     )
 
 

@@ -156,11 +156,11 @@ def _labels(groups: Sequence[_Group]) -> list[str]:
     ]
     if not 0 < len(keys) <= _MAX_KEYS:
         return names
-    settings = [
-        ", ".join(f"{key}={_shorten(key, vars(group.config)[key])}" for key in keys)
-        for group in groups
-    ]
-    return [f"{name}: {text}" for name, text in zip(names, settings, strict=True)]
+    labels = []
+    for name, (config, _) in zip(names, groups, strict=True):
+        shown = {**vars(config), "env_name": env_name_of(config.env_name)}
+        labels.append(f"{name}: {', '.join(f'{key}={shown[key]}' for key in keys)}")
+    return labels
 
 
 def _names(groups: Sequence[Sequence[Path]]) -> list[str]:
@@ -179,10 +179,6 @@ def _names(groups: Sequence[Sequence[Path]]) -> list[str]:
         if len({*names}) == len({*folders}):
             return names
         depth += 1
-
-
-def _shorten(key: str, value: Any) -> Any:
-    return env_name_of(value) if key == "env_name" else value
 
 
 def _merge(group: _Group, label: str, metric: str) -> Curve:

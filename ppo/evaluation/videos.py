@@ -87,12 +87,12 @@ def visualize_run(
     with make_env(num_envs=1, seed=seed) as env:
         agent = make_agent(env.observation_space, env.action_space, config)
         counters = checkpoint.load_agent(run_folder.checkpoints, agent, which)
-        start_episode = _make_actor(agent, env, config.evaluation_actions, seed)
+        actor = _Actor(agent, env, config.evaluation_actions, seed)
         rate = frames_per_second(env)
         _make_folder(outdir)
         for number in range(1, episodes + 1):
             path = outdir / f"step-{counters.steps}-episode-{number}.mp4"
-            played[path] = _record(path, env, start_episode, rate)
+            played[path] = _record(path, env, actor, rate)
             on_episode(path, played[path])
     evaluation = Evaluation.from_episodes(played.values(), counters.steps)
     evaluation = evaluation._replace(actions=config.evaluation_actions)
@@ -168,16 +168,12 @@ def _add_to_tensorboard(video: Path, folder: Path, steps: int) -> None:
     events.close()
 
 
-def _record(
-    path: Path,
-    env: BatchEnv,
-    start_episode: Callable[[], Callable[[Any], np.ndarray]],
-    rate: float,
-) -> Episode:
+def _record(path: Path, env: BatchEnv, actor: "_Actor", rate: float) -> Episode:
     """Record the next episode without lost steps, at `rate` frames per second."""
     for _ in range(MAX_LOST_IN_A_ROW):
         with VideoWriter(path, rate) as video:
-            episode = play_episode(env, start_episode(), video.add)
+            actor.start_episode()
+            episode = play_episode(env, actor, video.add)
             if episode is not None:
                 return episode
             video.discard()
@@ -187,44 +183,39 @@ def _record(
     )
 
 
-def _make_actor(
-    agent: Agent, env: BatchEnv, actions: str, seed: int
-) -> Callable[[], Callable[[Any], np.ndarray]]:
-    """Return a function `start_episode`, to be called at the start of each episode.
-
-    `start_episode` returns a function that maps the observations of this episode to env
-    actions, and stores the agent's recurrent state.
+class _Actor:
+    """Maps observations of one env to its actions, and stores the recurrent state.
 
     Args:
       agent: The agent.
-      env: The env, from which the spaces are read.
+      env: The env, for its spaces and for error messages.
       actions: "mode" for the most likely actions, "sample" for sampled ones.
       seed: Seed of sampled actions, which differ in every step.
     """
-    graph_env = InGraphBatchEnv(env, agent.actions)
-    choose = agent.act if actions == "sample" else agent.mode
-    numbers = itertools.count()
 
-    @tf.function
-    def act(observation: Any, seed: tf.Tensor, *state: tf.Tensor) -> Any:
-        action, _, *next_state = choose(observation, seed, *state)
-        return graph_env.to_env_action(action), next_state
+    def __init__(self, agent: Agent, env: BatchEnv, actions: str, seed: int) -> None:
+        graph_env = InGraphBatchEnv(env, agent.actions)
+        choose = agent.act if actions == "sample" else agent.mode
 
-    def start_episode() -> Callable[[Any], np.ndarray]:
-        state: Any = States.zero(1, agent.policy_state_sizes).after
+        @tf.function
+        def act(observation: Any, seed: tf.Tensor, *state: tf.Tensor) -> Any:
+            action, _, *next_state = choose(observation, seed, *state)
+            return graph_env.to_env_action(action), next_state
 
-        def act_on_arrays(observation: Any) -> np.ndarray:
-            nonlocal state
-            check_finite(env, observation, np.zeros(1))
-            tensors = tf.nest.map_structure(tf.constant, observation)
-            action, state = act(
-                tensors, tf.constant([seed % 2**31, next(numbers)]), *state
-            )
-            return np.asarray(action)
+        self._act, self._env = act, env
+        self._seeds = zip(itertools.repeat(seed % 2**31), itertools.count())
+        self._initial_state = States.zero(1, agent.policy_state_sizes).after
 
-        return act_on_arrays
+    def start_episode(self) -> None:
+        """Reset the recurrent state."""
+        self._state = self._initial_state
 
-    return start_episode
+    def __call__(self, observation: Any) -> np.ndarray:
+        check_finite(self._env, observation)
+        tensors = tf.nest.map_structure(tf.constant, observation)
+        seed = tf.constant(next(self._seeds))
+        action, self._state = self._act(tensors, seed, *self._state)
+        return np.asarray(action)
 
 
 def _make_folder(outdir: Path) -> None:

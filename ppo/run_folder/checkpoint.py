@@ -128,8 +128,7 @@ def load_agent(folder: Path, agent: Agent, which: CheckpointId = None) -> Counte
       CheckpointError: The checkpoint does not exist, or does not match the networks.
     """
     path = checkpoint_at(folder, which)
-    checkpoint = tf.train.Checkpoint(agent=tf.train.Checkpoint(**agent.trackables))
-    _load_state(path, checkpoint, is_complete=False)
+    _load_state(path, training_state(agent, {}), is_complete=False)
     return _read_counters(path)
 
 

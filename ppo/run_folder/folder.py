@@ -94,15 +94,15 @@ class RunFolder:
           RunFolderError: The folder is not empty, or cannot be written.
           RunLockedError: Another process is training a run in this folder.
         """
+        run = cls(path)
         try:
             _check_utf8(path)
             path.mkdir(parents=True, exist_ok=True)
-            is_free = cls(path)._is_unused()
+            is_free = run._is_unused()
         except (OSError, UnicodeEncodeError) as error:
             raise RunFolderError(
                 f"{path}: cannot create the folder; {_reason(error)}."
             ) from error
-        run = cls(path)
         try:
             read_config(run.config_path)
             is_other = False

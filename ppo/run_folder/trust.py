@@ -89,7 +89,7 @@ def _strings_in(value: Any) -> Iterator[str]:
 
 
 def describe_code(
-    config: Config, source: EnvSource = LOCAL, entered: Collection[str] = ()
+    config: Config, source: EnvSource, entered: Collection[str] = ()
 ) -> str:
     """Return one line that lists the code and servers of a run; empty if none.
 
@@ -106,7 +106,7 @@ def describe_code(
     return one_line("; ".join(parts))
 
 
-def is_trusted(config: Config, source: EnvSource, folder: Path | None = None) -> bool:
+def is_trusted(config: Config, source: EnvSource, folder: Path | None) -> bool:
     """Return whether the user trusts all code and servers that a run names."""
     if not code_names(config, source):
         return True
@@ -133,7 +133,7 @@ def keep_folder_unchanged(config: Config, source: EnvSource, folder: Path) -> No
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
-def trust_code(config: Config, source: EnvSource, folder: Path | None = None) -> None:
+def trust_code(config: Config, source: EnvSource, folder: Path | None) -> None:
     """Record that the user trusts the code of a run; log a warning if that fails."""
     if not code_names(config, source):
         return

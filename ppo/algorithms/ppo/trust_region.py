@@ -24,13 +24,11 @@ def make_optimizer(config: Config) -> keras.optimizers.Optimizer:
         optimizer whose learning rate can be assigned.
     """
     if ":" not in config.optimizer:
-        kind = {
-            **{"adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW},
-            **{"rmsprop": keras.optimizers.RMSprop, "sgd": keras.optimizers.SGD},
-        }[config.optimizer]
-        is_adam = config.optimizer.startswith("adam")
-        epsilon = {"epsilon": config.adam_epsilon} if is_adam else {}
-        return kind(config.learning_rate, **epsilon)
+        optimizer = keras.optimizers.get(config.optimizer)
+        optimizer.learning_rate = config.learning_rate
+        if config.optimizer.startswith("adam"):
+            optimizer.epsilon = config.adam_epsilon
+        return optimizer
     function = load_user_code("optimizer", config.optimizer)
     with user_code_errors(f"optimizer {config.optimizer}", function):
         optimizer = function(config)
