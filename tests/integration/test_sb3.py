@@ -362,6 +362,19 @@ def test_options_reach_the_envs_once_and_may_differ(masked: Any) -> None:
     assert list(map(repr, masked.get_attr("label"))) == list(map(repr, labels))
 
 
+def test_different_options_reset_each_env_once() -> None:
+    ours, theirs = (
+        make_vec_env("CartPole-v1", 3, seed=3),
+        own_make_vec_env("CartPole-v1", 3, seed=3),
+    )
+    for envs in (ours, theirs):
+        envs.reset()
+        envs.set_options([{}, {"low": -0.2}, {"low": -0.1}])
+    for _ in range(2):  # the second reset also shows the state of the generators
+        np.testing.assert_array_equal(ours.reset(), theirs.reset())
+    ours.close()
+
+
 def test_another_autoreset_mode_is_rejected() -> None:
     with pytest.raises(TypeError, match="autoreset: expected no value, because"):
         make_vec_env("CartPole-v1", autoreset="disabled")
