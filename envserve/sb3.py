@@ -73,11 +73,17 @@ def make_vec_env(
 
     Raises:
       EnvserveError: See `envserve.make_vec`.
+      TypeError: An option is unknown, or has no counterpart.
       ValueError: The start method is unknown.
     """
     multiprocessing.get_context(options.pop("start_method", None))
     if isinstance(addresses, int):  # the third argument of SB3's function is the seed
         addresses, seed = None, addresses
+    if options.pop("monitor_dir", None) is not None:
+        raise TypeError(
+            "monitor_dir: expected no value, because one file contains the episodes of "
+            "all envs; pass its path as monitor_file"
+        )
     for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
         options.pop(name, None)
     kwargs = options.pop("wrapper_kwargs", None) or {}

@@ -194,6 +194,12 @@ def test_arguments_of_subproc_vec_env_are_accepted() -> None:
         make_vec_env(functions, start_method="illegal_method")
 
 
+def test_the_error_about_monitor_dir_names_monitor_file() -> None:
+    with pytest.raises(TypeError, match=r"monitor_dir: .* pass its path as monitor_f"):
+        make_vec_env("CartPole-v1", 2, monitor_dir="logs")
+    make_vec_env("CartPole-v1", 2, monitor_dir=None).close()
+
+
 def test_negative_indices_count_from_the_end(masked: Any) -> None:
     masked.reset()
     masked.set_attr("label", "red", indices=[-1])
