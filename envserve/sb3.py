@@ -73,11 +73,17 @@ def make_vec_env(
 
     Raises:
       EnvserveError: See `envserve.make_vec`.
+      TypeError: An option is unknown, or has no counterpart.
       ValueError: The start method is unknown.
     """
     multiprocessing.get_context(options.pop("start_method", None))
     if isinstance(addresses, int):  # the third argument of SB3's function is the seed
         addresses, seed = None, addresses
+    if options.pop("monitor_dir", None) is not None:
+        raise TypeError(
+            "monitor_dir: expected no value, because one file contains the episodes of "
+            "all envs; pass its path as monitor_file"
+        )
     for name in ("vec_env_cls", "vec_env_kwargs", "start_index"):
         options.pop(name, None)
     kwargs = options.pop("wrapper_kwargs", None) or {}
@@ -136,19 +142,19 @@ class BatchVecEnv(VecEnv):
             self.batch.drain()
         # Replace {} with None, because some envs reject all options, even empty ones.
         options = [each or None for each in self._options]
-        self.batch.reset(seeds=self._seeds, options=options[0])
-        infos = dict(self.batch.reset_infos)
         # All envs of one reset get the same options, so envs with other options are
         # reset separately. Encoded options are compared, because True equals 1, and
         # comparing arrays returns no bool.
-        packed = [pack_options(each) for each in options]
-        others = [row for row, each in enumerate(packed) if each != packed[0]]
-        while others:
-            rows = [row for row in others if packed[row] == packed[others[0]]]
-            others = [row for row in others if row not in rows]
-            seeds = [self._seeds[row] for row in rows]
-            self.batch.reset(rows, seeds, options=options[rows[0]])
-            infos |= {row: self.batch.reset_infos.get(row, {}) for row in rows}
+        groups: dict[bytes, list[int]] = {}
+        for row, each in enumerate(options):
+            groups.setdefault(pack_options(each), []).append(row)
+        infos: dict[int, Mapping[str, Any]] = {}
+        for rows in groups.values():
+            # Before the first step, and after an error, all rows are reset at once.
+            indices = rows if self.batch.has_reset else [*range(self.num_envs)]
+            seeds = [self._seeds[row] for row in indices]
+            self.batch.reset(indices, seeds, options=options[rows[0]])
+            infos |= {row: self.batch.reset_infos.get(row, {}) for row in indices}
         observation = self.batch.last_observation()
         self.reset_infos[:] = [dict(infos.get(i, {})) for i in range(self.num_envs)]
         self._reset_seeds()

@@ -45,6 +45,7 @@ class BatchVectorEnv(BaseVectorEnv):
 
     def __init__(self, batch: BatchEnv) -> None:
         self.batch = batch
+        batch.reset_call = "reset(env_id=...)"
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
         self._last_observations: list[Any] = [None] * self.env_num

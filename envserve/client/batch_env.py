@@ -111,6 +111,7 @@ class BatchEnv:
         together, so a block is the smallest unit for `send` and `recv`.
       splits: The rows of each split, int64 `[n]`. There are `num_splits` splits, or
         fewer if there are not enough rows.
+      has_reset: Whether all envs have been reset, so that the batch can be stepped.
       reset_infos: With `infos="all"`, maps rows to their info dicts from the last
         `reset`.
       autoreset: Mode in which envs are reset after the end of an episode.
@@ -162,7 +163,7 @@ class BatchEnv:
         #: signal handler that uses the batch does.
         self._lock = threading.RLock()
         self._is_closing = False
-        self._has_reset = False
+        self.has_reset = False
         #: Rows and block positions of the reset in flight, and whether every row of the
         #: batch has been reset at least once when this reset has finished.
         self._pending_reset: tuple[Array, Set[int], bool] | None = None
@@ -462,11 +463,11 @@ class BatchEnv:
         if seeds is not None and all(seed is None for seed in seeds):
             seeds = None
         self._begin()
-        has_reset, self._has_reset = self._has_reset, False  # until `recv_reset`
+        has_reset, self.has_reset = self.has_reset, False  # until `recv_reset`
         try:
             positions = self._group.start_reset(indices, seeds, encoded)
         except LocalProtocolError:  # no reset was started
-            self._has_reset = has_reset
+            self.has_reset = has_reset
             raise
         is_whole = len(indices) == self.num_envs
         self._pending_reset = indices, positions, has_reset or is_whole
@@ -500,7 +501,7 @@ class BatchEnv:
                 self._pending_reset = None
             raise
         self._pending_reset = None
-        self._has_reset = has_reset
+        self.has_reset = has_reset
         self._ended[indices] = False
         return self.last_observation(indices)
 
@@ -572,7 +573,7 @@ class BatchEnv:
         if not self._lock.acquire(blocking=False):
             raise self._in_use_error()
         try:
-            is_ready = self._has_reset and self._pending_call is None
+            is_ready = self.has_reset and self._pending_call is None
             if group.queue.is_updating or self._unusable or not is_ready:
                 self._begin(needs_reset=True)
             if out is not None:
@@ -591,7 +592,7 @@ class BatchEnv:
                 # An EnvError discards the other rows of the step, so all envs must be
                 # reset. A reset does not help if envs cannot be built any more.
                 is_fault = isinstance(error[1], EnvError)
-                self._has_reset = not is_fault or isinstance(error[1], EnvStartError)
+                self.has_reset = not is_fault or isinstance(error[1], EnvStartError)
                 group.release(ready)
                 raise error[1]
             group.release(ready)
@@ -724,7 +725,7 @@ class BatchEnv:
 
         The caller must then reset all envs before the next step.
         """
-        self._has_reset = False
+        self.has_reset = False
         self._group.cancel_step()
 
     @_exclusive
@@ -938,7 +939,7 @@ class BatchEnv:
             raise LocalProtocolError("a reset is in flight; call recv_reset() first")
         if self._pending_call is not None:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
-        if needs_reset and not self._has_reset:
+        if needs_reset and not self.has_reset:
             raise ResetFirst("call reset() for all envs before the first step")
 
     def _in_use_error(self) -> LocalProtocolError:

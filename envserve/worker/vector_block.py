@@ -461,8 +461,10 @@ def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
         elif (isinstance(value, list | tuple) and len(value) == size) or (
             getattr(value, "shape", ())[:1] == (size,)  # arrays of JAX, too
         ):
-            value = np.asarray(value)[row] if hasattr(value, "shape") else value[row]
-            if isinstance(value, np.bool_):  # a bool, before Gymnasium batched it
+            column = np.asarray(value) if hasattr(value, "shape") else value
+            value = column[row]
+            # Gymnasium batches bools to an array of bools, and np.bool_ to objects.
+            if getattr(column, "dtype", None) == np.bool_ and column.ndim == 1:
                 value = bool(value)
         info[key] = value  # a value that is not split by row belongs to all rows
     return info

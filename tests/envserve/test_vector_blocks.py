@@ -367,6 +367,12 @@ class Clearing(Counts):
         options["reset_mask"][:] = False
         return self.t + 5, {}
 
+class Winning(Counts):
+    \"\"\"Reports booleans of both types, which Gymnasium batches.\"\"\"
+    def step(self, actions):
+        infos = self._add_info({}, {"own": True, "numpy": np.True_}, 1)
+        return *super().step(actions)[:4], infos
+
 class Odd(Counts):
     def reset(self, *, seed=None, options=None):
         return super().reset()[:2 - self.has_final]
@@ -379,6 +385,7 @@ gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
 gymnasium.register("Clearing-v0", None, vector_entry_point="counts_file:Clearing")
+gymnasium.register("Winning-v0", None, vector_entry_point="counts_file:Winning")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
 
@@ -476,3 +483,12 @@ def test_arrays_that_are_not_numpys_are_split_into_rows(
         assert results[1].infos[3] == {"count": 20.0, 7: 1}
         assert results[2].final_observation[:, 0].tolist() == [3.0] * 4
         assert results[2].observation[:, 0].tolist() == [0.0] * 4
+
+
+def test_booleans_in_infos_keep_their_types(batched: dict[str, Any]) -> None:
+    kwargs = {"mode": "Disabled"}
+    with BatchEnv.local("Winning-v0", 2, 1, env_kwargs=kwargs, **batched) as batch:
+        batch.reset()
+        (info,) = batch.step([0] * 2).infos.values()
+        assert info == {"own": True, "numpy": True}
+        assert [*map(type, info.values())] == [bool, np.bool_]

@@ -194,6 +194,12 @@ def test_arguments_of_subproc_vec_env_are_accepted() -> None:
         make_vec_env(functions, start_method="illegal_method")
 
 
+def test_the_error_about_monitor_dir_names_monitor_file() -> None:
+    with pytest.raises(TypeError, match=r"monitor_dir: .* pass its path as monitor_f"):
+        make_vec_env("CartPole-v1", 2, monitor_dir="logs")
+    make_vec_env("CartPole-v1", 2, monitor_dir=None).close()
+
+
 def test_negative_indices_count_from_the_end(masked: Any) -> None:
     masked.reset()
     masked.set_attr("label", "red", indices=[-1])
@@ -360,6 +366,19 @@ def test_options_reach_the_envs_once_and_may_differ(masked: Any) -> None:
     masked.set_options([{"label": label} for label in labels])
     masked.reset()
     assert list(map(repr, masked.get_attr("label"))) == list(map(repr, labels))
+
+
+def test_different_options_reset_each_env_once() -> None:
+    ours, theirs = (
+        make_vec_env("CartPole-v1", 3, seed=3),
+        own_make_vec_env("CartPole-v1", 3, seed=3),
+    )
+    for envs in (ours, theirs):
+        envs.reset()
+        envs.set_options([{}, {"low": -0.2}, {"low": -0.1}])
+    for _ in range(2):  # the second reset also shows the state of the generators
+        np.testing.assert_array_equal(ours.reset(), theirs.reset())
+    ours.close()
 
 
 def test_another_autoreset_mode_is_rejected() -> None:

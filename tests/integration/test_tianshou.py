@@ -12,7 +12,7 @@ import pytest
 from tianshou.env import DummyVectorEnv
 
 from envserve.client.batch_env import ResetFirst
-from envserve.errors import ActionError, EnvError
+from envserve.errors import ActionError, EnvError, LocalProtocolError
 from envserve.tianshou import make_vector_env
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
@@ -135,6 +135,16 @@ def test_a_first_reset_of_all_rows_by_index_suffices() -> None:
     envs = make_vector_env("CartPole-v1", 2, num_workers=1)
     envs.reset([1, 0])
     assert envs.step(np.zeros(2, int))[0].shape == (2, 4)
+    envs.close()
+
+
+def test_the_error_about_an_ended_episode_names_the_call_that_resets_it() -> None:
+    limit = {"max_episode_steps": 1}
+    envs = make_vector_env("CartPole-v1", 2, num_workers=1, env_kwargs=limit)
+    envs.reset()
+    assert envs.step(np.zeros(2, int))[3].all()
+    with pytest.raises(LocalProtocolError, match=r"call reset\(env_id=...\) before"):
+        envs.step(np.zeros(1, int), [1])
     envs.close()
 
 
