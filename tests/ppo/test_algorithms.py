@@ -273,6 +273,40 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         assert str(caught.value).endswith(f"Checkpoints, got {got!r:.200}.")
 
 
+class Loading(Counter):
+    """An algorithm that reads a file that it has not saved."""
+
+    def load_data(self, folder: Path, steps: int) -> None:
+        np.load(folder / "data.npy")
+
+
+class Saving(Counter):
+    """An algorithm that does not create the folder of its data."""
+
+    def save_data(self, folder: Path) -> None:
+        np.save(folder / "data.npy", np.zeros(3))
+
+
+class Reading(Counter):
+    """An algorithm that reads a missing file with TensorFlow."""
+
+    def save_data(self, folder: Path) -> None:
+        tf.io.read_file(str(folder / "data"))
+
+
+def test_missing_file_of_an_algorithm_is_not_reported_as_a_removed_run(
+    tmp_path: Path,
+) -> None:
+    missing: Any = (FileNotFoundError, tf.errors.NotFoundError)
+    for name in ("Saving", "Reading"):
+        with pytest.raises(missing, match=r"run/algorithm/data"):
+            run(tmp_path / name / "run", SMALL.replace(algorithm=f"{__name__}:{name}"))
+    config = SMALL.replace(algorithm=f"{__name__}:Loading")
+    run(tmp_path / "run", config)
+    with pytest.raises(missing, match=r"run/algorithm/data\.npy"):
+        run(tmp_path / "run", config, resume=True)
+
+
 def test_algorithm_without_support_for_recurrent_policies_is_an_error(
     tmp_path: Path,
 ) -> None:
