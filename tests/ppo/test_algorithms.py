@@ -262,7 +262,8 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
     variable = tf.Variable(1.0)
     mixed = {1: variable, "v": variable}
     taken = {"agent": variable}, {"acting": variable}
-    wrong = (None, [variable], {1: variable}, mixed, *taken)
+    nested = {"targets": {0: variable}}
+    wrong = (None, [variable], {1: variable}, mixed, nested, *taken)
     parts = ({"n": 3}, 3), ({"v": variable, "state": [{"lost": 3}]}, 3)
     for stored, got in [*zip(wrong, wrong, strict=True), *parts]:
         with (
