@@ -94,8 +94,10 @@ def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
     (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
     with pytest.raises(ConfigError, match="sac: expected a table of settings"):
         read_config(tmp_path / "d.toml")
-    config = apply_settings(A2C, ["layers=8,4"])
+    config = apply_settings(A2C, ["layers=8,4", "betas=0.9,-1e-3", "tag=8,b"])
     assert config.algorithm_settings["layers"] == [8, 4]
+    assert config.algorithm_settings["betas"] == [0.9, -1e-3]
+    assert config.algorithm_settings["tag"] == "8,b"
     config = apply_settings(A2C, ["entropy_bonus=1e-2", "epochs=2"])
     assert config.algorithm_settings == {"step_size": 1e-2, "entropy_bonus": 1e-2}
     assert load_algorithm(config).read_settings(config).entropy_bonus == 0.01
