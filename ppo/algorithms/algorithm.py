@@ -159,6 +159,11 @@ class Algorithm(abc.ABC):
                 "use those of config."
             )
         for name in table:
+            if name in vars(config):
+                raise ConfigError(
+                    f"{name} is a setting of all algorithms or of ppo; write it "
+                    "outside of algorithm_settings."
+                )
             if name not in known:
                 raise ConfigError(
                     f"unknown key {name!r}.{suggestion(name, [*known, *vars(config)])} "

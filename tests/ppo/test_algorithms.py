@@ -179,6 +179,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     config = SMALL.replace(algorithm=name)
     assert "one learner" in message(1, config, two)
     assert "'bonus'" in message(2, config.replace(bonus=1), one)
+    misplaced = config.replace(algorithm_settings={"horizon": 3})
+    assert "write it outside of algorithm_settings" in message(10, misplaced, one)
     assert "float" in message(3, A2C.replace(step_size="high"), one)
     shared = SMALL.replace(algorithm=f"{__name__}:Shared")
     assert "without the names of other settings, got learning_rate" in message(
