@@ -99,6 +99,10 @@ class Algorithm(abc.ABC):
 
         Returns:
           A dict from metric names to numbers.
+
+        Raises:
+          DivergedError: A loss or a gradient is not finite. The run then ends without
+            another checkpoint.
         """
 
     def statistics(self) -> dict[str, float]:
