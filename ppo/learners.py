@@ -39,6 +39,8 @@ class Learners:
     All learners must call the same methods in the same order, because each call is a
     collective operation; see "Learners synchronise through collectives, in one class"
     in the decisions. With a single learner, the methods add no operations to the graph.
+    With several learners, they must not be called in a function that is compiled with
+    `jit_compile`, because XLA does not support collectives on CPUs.
 
     Args:
       addresses: Addresses of all learners, the chief first.
@@ -181,7 +183,9 @@ class Learners:
         try:
             yield
         except tf.errors.OpError as error:
-            if self.num == 1 or "ollective" not in error.message:
+            # XLA rejects collectives with an InvalidArgumentError.
+            is_invalid = isinstance(error, tf.errors.InvalidArgumentError)
+            if self.num == 1 or is_invalid or "ollective" not in error.message:
                 raise
             tasks = map(int, re.findall(r"/task:(\d+)", error.message))
             others = (f"learner {task}" for task in tasks if task != self.index)

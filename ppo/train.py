@@ -9,10 +9,11 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from envserve.errors import EnvserveError
 from ppo.agent.agent import Agent
@@ -25,6 +26,7 @@ from ppo.errors import (
     EnvDataError,
     EnvsLostError,
     RunFolderError,
+    RunWriteError,
     TrainingStopped,
 )
 from ppo.evaluation.evaluate import Evaluation, PeriodicEvaluator, derived_seed
@@ -38,6 +40,8 @@ from ppo.training_run import TrainingRun
 from ppo.user_code import Callbacks
 
 __all__ = ["Progress", "TrainResult", "train"]
+
+_MISSING_FILE_ERRORS = (FileNotFoundError, tf.errors.NotFoundError)
 
 
 class Progress(NamedTuple):
@@ -151,7 +155,7 @@ def train(
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
-            with run_folder.writing():
+            with _algorithm_data_errors(run_folder):
                 run.algorithm.load_data(run_folder.algorithm_data, first.steps)
         if learners.is_chief:  # the config matches the checkpoint, if there is one
             run_folder.save_config(config)
@@ -307,8 +311,9 @@ class _Loop:
         is_saved = self._run.counters.iteration == self._saved_iteration
         if is_saved or not self._learners.is_chief:
             return
-        with self._run_folder.writing():
+        with _algorithm_data_errors(self._run_folder):
             self._run.algorithm.save_data(self._run_folder.algorithm_data)
+        with self._run_folder.writing():
             checkpoint.save(
                 self._run_folder.checkpoints,
                 self._run.counters,
@@ -318,6 +323,23 @@ class _Loop:
             )
         self._last_saved = time.monotonic()
         self._saved_iteration = self._run.counters.iteration
+
+
+@contextlib.contextmanager
+def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
+    """Turn write errors of an algorithm's data into a `RunWriteError`.
+
+    If a file is missing although the run folder exists, the code of the algorithm is
+    wrong. Its author needs the original error, with the traceback.
+    """
+    try:
+        with run_folder.writing():
+            yield
+    except RunWriteError as error:
+        cause = error.__cause__
+        if isinstance(cause, _MISSING_FILE_ERRORS) and run_folder.path.exists():
+            raise cause from None
+        raise
 
 
 def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:

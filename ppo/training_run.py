@@ -31,7 +31,7 @@ from ppo.rollout import (
     num_non_finite,
     step_arrays,
 )
-from ppo.run_folder.checkpoint import Counters, training_state
+from ppo.run_folder.checkpoint import Counters, training_state, variables
 from ppo.simulate import Simulation
 from ppo.user_code import check_metric_names
 
@@ -107,6 +107,7 @@ class TrainingRun:
                 tf.train.Checkpoint(part=got)
             got = self.algorithm.trackables
             self.state = training_state(self.agent, dict(**got, **acting))
+            variables(self.state)  # raises if a nested dict has keys that are not str
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"algorithm {config.algorithm}: expected trackables, a dict from names "

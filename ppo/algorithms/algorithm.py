@@ -89,14 +89,20 @@ class Algorithm(abc.ABC):
         """Train the agent on a rollout.
 
         Args:
-          rollout: A rollout with at least one valid row. The next rollouts overwrite
-            its arrays, so copy rows that must be kept. Rows that are not `valid`
-            must not be used.
+          rollout: A rollout. At least one row of all learners' rollouts is valid.
+            Rows that are not `valid` must not be used. The next rollouts overwrite
+            the arrays, so copy rows that must be kept. Rewards may be changed in
+            place, but observations must not, because the next rollout begins with
+            the last ones.
           progress: Fraction of the run that is complete, in [0, 1).
           seed: Seed for random numbers; it differs in every iteration.
 
         Returns:
           A dict from metric names to numbers.
+
+        Raises:
+          DivergedError: A loss or a gradient is not finite. The run then ends without
+            another checkpoint.
         """
 
     def statistics(self) -> dict[str, float]:
@@ -157,6 +163,11 @@ class Algorithm(abc.ABC):
                 "use those of config."
             )
         for name in table:
+            if name in vars(config):
+                raise ConfigError(
+                    f"{name} is a setting of all algorithms or of ppo; write it "
+                    "outside of algorithm_settings."
+                )
             if name not in known:
                 raise ConfigError(
                     f"unknown key {name!r}.{suggestion(name, [*known, *vars(config)])} "

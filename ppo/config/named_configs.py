@@ -464,8 +464,9 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
       kind: Type of the setting's current value; None if it is not known.
     """
     if kind is None:
-        is_layers = re.fullmatch(r"\d+(,\d+)+", text) is not None
-        kind = list if is_layers or text[:1] in ("[", "{") else type(_as_number(text))
+        types = [type(_as_number(word)) for word in text.split(",")]
+        is_list = text[:1] in ("[", "{") or (len(types) > 1 and str not in types)
+        kind = list if is_list else types[0]
         kind = bool if text.lower() in ("true", "false") else kind
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)

@@ -94,8 +94,10 @@ def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
     (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
     with pytest.raises(ConfigError, match="sac: expected a table of settings"):
         read_config(tmp_path / "d.toml")
-    config = apply_settings(A2C, ["layers=8,4"])
+    config = apply_settings(A2C, ["layers=8,4", "betas=0.9,-1e-3", "tag=8,b"])
     assert config.algorithm_settings["layers"] == [8, 4]
+    assert config.algorithm_settings["betas"] == [0.9, -1e-3]
+    assert config.algorithm_settings["tag"] == "8,b"
     config = apply_settings(A2C, ["entropy_bonus=1e-2", "epochs=2"])
     assert config.algorithm_settings == {"step_size": 1e-2, "entropy_bonus": 1e-2}
     assert load_algorithm(config).read_settings(config).entropy_bonus == 0.01
@@ -177,6 +179,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     config = SMALL.replace(algorithm=name)
     assert "one learner" in message(1, config, two)
     assert "'bonus'" in message(2, config.replace(bonus=1), one)
+    misplaced = config.replace(algorithm_settings={"horizon": 3})
+    assert "write it outside of algorithm_settings" in message(10, misplaced, one)
     assert "float" in message(3, A2C.replace(step_size="high"), one)
     shared = SMALL.replace(algorithm=f"{__name__}:Shared")
     assert "without the names of other settings, got learning_rate" in message(
@@ -262,7 +266,8 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
     variable = tf.Variable(1.0)
     mixed = {1: variable, "v": variable}
     taken = {"agent": variable}, {"acting": variable}
-    wrong = (None, [variable], {1: variable}, mixed, *taken)
+    nested = {"targets": {0: variable}}
+    wrong = (None, [variable], {1: variable}, mixed, nested, *taken)
     parts = ({"n": 3}, 3), ({"v": variable, "state": [{"lost": 3}]}, 3)
     for stored, got in [*zip(wrong, wrong, strict=True), *parts]:
         with (
@@ -271,6 +276,40 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         ):
             run(tmp_path / "untracked", config)
         assert str(caught.value).endswith(f"Checkpoints, got {got!r:.200}.")
+
+
+class Loading(Counter):
+    """An algorithm that reads a file that it has not saved."""
+
+    def load_data(self, folder: Path, steps: int) -> None:
+        np.load(folder / "data.npy")
+
+
+class Saving(Counter):
+    """An algorithm that does not create the folder of its data."""
+
+    def save_data(self, folder: Path) -> None:
+        np.save(folder / "data.npy", np.zeros(3))
+
+
+class Reading(Counter):
+    """An algorithm that reads a missing file with TensorFlow."""
+
+    def save_data(self, folder: Path) -> None:
+        tf.io.read_file(str(folder / "data"))
+
+
+def test_missing_file_of_an_algorithm_is_not_reported_as_a_removed_run(
+    tmp_path: Path,
+) -> None:
+    missing: Any = (FileNotFoundError, tf.errors.NotFoundError)
+    for name in ("Saving", "Reading"):
+        with pytest.raises(missing, match=r"run/algorithm/data"):
+            run(tmp_path / name / "run", SMALL.replace(algorithm=f"{__name__}:{name}"))
+    config = SMALL.replace(algorithm=f"{__name__}:Loading")
+    run(tmp_path / "run", config)
+    with pytest.raises(missing, match=r"run/algorithm/data\.npy"):
+        run(tmp_path / "run", config, resume=True)
 
 
 def test_algorithm_without_support_for_recurrent_policies_is_an_error(

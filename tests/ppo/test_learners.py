@@ -111,6 +111,16 @@ def test_sums_leave_no_threads(update_of_two: Path) -> None:
         assert report["new_threads"] < 50
 
 
+def test_compiled_collective_is_not_reported_as_a_lost_learner() -> None:
+    learners = Learners(["a:1", "b:1"], 0)
+    compiled = tf.function(learners.sum, jit_compile=True)
+    with (
+        pytest.raises(tf.errors.InvalidArgumentError, match="ollective"),
+        learners.guard_collectives(),
+    ):
+        compiled(tf.constant(1.0))
+
+
 def test_unresponsive_learner_counts_as_lost(update_of_two: Path) -> None:
     report = json.loads((update_of_two / "0.json").read_text())
     assert "another learner exited or became unreachable" in report["lost"]
