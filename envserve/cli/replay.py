@@ -71,13 +71,16 @@ def replay(
                 os.environ.update(headless_variables(os.environ))
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
             result = replays.replay(repro, launcher, timeout, on_frame, last)
+            has_imported = launcher.has_imported
         if writer is not None:
             print(f"{film}: {writer.num_frames} frames")
     except (EnvserveError, OSError) as error:
         fail(error, 2)
     verdict = "reproduced" if result.is_reproduced else "not reproduced:"
     print(verdict, printable(result.text))
-    return 0 if result.is_reproduced else 1
+    if result.is_reproduced:
+        return 0
+    return 1 if has_imported else 2
 
 
 def _add_frame(
