@@ -116,7 +116,14 @@ def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
       load: The envs to step.
       kind: Class of the vector env: "SyncVectorEnv" or "AsyncVectorEnv".
     """
-    envs = getattr(gymnasium.vector, kind)(load.env_functions())
+    # On Ctrl-C, a terminal sends SIGINT to all processes of the command. If it ended
+    # those of AsyncVectorEnv, `close` would raise an error, which would replace the
+    # KeyboardInterrupt. The processes inherit this mask.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        envs = getattr(gymnasium.vector, kind)(load.env_functions())
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     with contextlib.closing(envs):
         envs.reset(seed=0)
         yield make_measure(envs.step, load.actions(), load)

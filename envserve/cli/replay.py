@@ -56,7 +56,11 @@ def replay(
     modules = import_ or ()
     try:
         repro = replays.load_repro(file)
-        print(replays.describe_repro(repro), flush=True)
+    except EnvserveError as error:
+        fail(error, 2)
+    # `Program.main` handles errors of stdout.
+    print(replays.describe_repro(repro), flush=True)
+    try:
         if pdb:
             import_env_modules(modules)
             if not _debug(repro):
@@ -71,13 +75,16 @@ def replay(
                 os.environ.update(headless_variables(os.environ))
             launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
             result = replays.replay(repro, launcher, timeout, on_frame, last)
-        if writer is not None:
-            print(f"{film}: {writer.num_frames} frames")
+            has_imported = launcher.has_imported
     except (EnvserveError, OSError) as error:
         fail(error, 2)
+    if writer is not None:
+        print(f"{film}: {writer.num_frames} frames")
     verdict = "reproduced" if result.is_reproduced else "not reproduced:"
     print(verdict, printable(result.text))
-    return 0 if result.is_reproduced else 1
+    if result.is_reproduced:
+        return 0
+    return 1 if has_imported else 2
 
 
 def _add_frame(

@@ -132,12 +132,22 @@ def start(
     serve = partial(_serve, address_file)
     if not reload:
         return serve(host)
+    from envserve.pool.worker_states import Exit
     from envserve.server.reload import serve_with_reload
 
     try:
-        return serve_with_reload(host, serve)
+        code = serve_with_reload(host, serve)
     except EnvserveError as error:
         fail(error)
+    if -code in stop_signals():
+        # The server was still starting. End as a server without --reload does.
+        signal.raise_signal(-code)
+    if code < 0:
+        end = Exit(0, code)
+        fail(
+            f"expected the server to run until it is stopped; it {end}; start it again"
+        )
+    return code
 
 
 def _warn_about_variables() -> None:

@@ -72,11 +72,14 @@ def test_all_cases_can_measure_a_user_env(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_servers_end_when_the_benchmark_ends(number: int) -> None:
     command = [sys.executable, "-m", "envserve", "bench", "--num-envs", "1"]
     with subprocess.Popen(
-        [*command, "--rounds", "1000000"], stderr=subprocess.PIPE, text=True
+        [*command, "--rounds", "1000000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     ) as process:
         assert process.stderr is not None
         while line := process.stderr.readline():
@@ -89,12 +92,15 @@ def test_servers_end_when_the_benchmark_ends(number: int) -> None:
         ]
         assert servers
         watched = [os.pidfd_open(pid) for pid in servers]
-        process.send_signal(number)
+        if number == signal.SIGINT:  # a terminal sends it to all processes
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
         for each in watched:
             assert select.select([each], [], [], 200)[0]
             os.close(each)
         errors = process.stderr.read()
-    assert process.returncode == (130 if number == signal.SIGTERM else -number), errors
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130), errors
     assert "_step_in_process" not in errors
 
 

@@ -30,6 +30,7 @@ from envserve.cli.logs import set_up_logs
 from envserve.cli.program import Fields, Program, options_of, parse
 from envserve.cli.terminal import fail, keyboard
 from envserve.client.link.connection import Connection
+from envserve.crashes.repro_file import encode_repro
 from envserve.errors import CallError, ConnectError, EnvStartError
 from envserve.keys.grant import Grant
 from envserve.keys.key_folder import KeyFolder
@@ -38,6 +39,7 @@ from envserve.python_process import build_commit, uncollected_imports
 from envserve.settings import HostSettings
 from ppo.cli.app import PROGRAM as PPO
 from tests.command_line import invoke
+from tests.envserve.test_replay import make_repro
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -447,13 +449,21 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
-def test_a_closed_pipe_is_not_reported_as_an_error() -> None:
+@pytest.mark.parametrize("words", [("--help",), ("replay", "a.repro")])
+def test_a_closed_pipe_is_not_reported_as_an_error(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.repro").write_bytes(encode_repro(make_repro()))
     reading, writing = os.pipe()
     os.close(reading)
-    words = [sys.executable, "-m", "envserve", "--help"]
     with open(writing, "wb") as out:
         result = subprocess.run(
-            words, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False
+            [sys.executable, "-m", "envserve", *words],
+            stdout=out,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            check=False,
         )
     assert (result.returncode, result.stderr) == (1, b"")
 

@@ -257,6 +257,7 @@ def test_a_server_of_another_key_folder_is_not_taken_for_a_server_that_was_joine
     text = str(connection_error(Finding.OTHER_SERVER, address, keys))
     assert "If you started it with another ENVSERVE_HOME, set it here too" in text
     assert str(tmp_path) in text
+    assert "If the key was replaced (envserve keys new), stop the server" in text
     assert "joined" not in text
 
 

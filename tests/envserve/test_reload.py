@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from benchmarks.support.processes import is_running, with_descendants
+from envserve.cli.app import PROGRAM
 from envserve.client import BatchEnv, StepResult
 from envserve.errors import EnvStartError
 from envserve.server import reload
 from envserve.settings import HostSettings
 from envserve.slab import Status
+from tests.command_line import invoke
 from tests.envserve.conftest import Serve, WaitUntil
 
 SOURCE = """
@@ -109,6 +111,23 @@ def test_a_server_stops_gracefully_when_its_terminal_is_closed(
 ) -> None:
     server = serve("--reload", f"{folder / 'my_env.py'}:Same", imports=(), cwd=folder)
     server.end(signal.SIGHUP)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "code", "error"),
+    [
+        (5, 5, ""),
+        (-signal.SIGKILL, 1, "Error: expected the server to run until it is stopped; "),
+        (-signal.SIGINT, 130, ""),  # Ctrl-C while the server starts
+    ],
+)
+def test_the_command_exits_with_a_documented_code_if_a_signal_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, exit_code: int, code: int, error: str
+) -> None:
+    monkeypatch.setattr(reload, "serve_with_reload", lambda *_: exit_code)
+    result = invoke(PROGRAM, ["start", "--reload"])
+    assert result.exit_code == code
+    assert result.stderr.startswith(error)
 
 
 @pytest.mark.parametrize(

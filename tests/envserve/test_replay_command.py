@@ -160,6 +160,18 @@ def test_an_error_names_an_env_without_the_argument_render_mode(filmy: Path) -> 
     assert "'render_mode'; Blind-v0 takes fault" in result.output
 
 
+@pytest.mark.parametrize("options", [(), ("--pdb",), ("--film", "film.gif")])
+@pytest.mark.parametrize("text", ["import nothing_like_it", "raise SystemExit(3)"])
+def test_modules_that_cannot_be_imported_are_wrong_input(
+    filmy: Path, text: str, options: tuple[str, ...]
+) -> None:
+    (filmy / "filmy_envs.py").write_text(text)
+    result = replay(filmy_repro("raise", end=RAISED), *options)
+    assert result.exit_code == 2
+    assert "filmy_envs" in result.output
+    assert "reproduced in" not in result.output
+
+
 def test_missing_video_libraries_are_reported_before_anything_starts(
     filmy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

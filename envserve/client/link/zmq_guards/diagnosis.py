@@ -266,11 +266,12 @@ def _other_key_text(address: str, keys: CurveKeys | None) -> str:
     if keys is not None and own is not None and own.public == keys[0]:
         return (
             f"expected the key of this user's servers ({expected}), because no other "
-            f"key is recorded for this address; the server has another key. If you "
-            f"started it with another ENVSERVE_HOME, set it here too (the key folder "
-            f"is {display_path(folder.path)}); if another user did, run "
-            f'"envserve invite NAME --at {address}" there and "envserve join" here; '
-            f"nothing was sent"
+            f"key is recorded for this address; the server has another key. If the key "
+            f"was replaced (envserve keys new), stop the server with SIGTERM and start "
+            f"it again. If you started it with another ENVSERVE_HOME, set it here too "
+            f"(the key folder is {display_path(folder.path)}); if another user did, "
+            f'run "envserve invite NAME --at {address}" there and "envserve join" '
+            f"here; nothing was sent"
         )
     return (
         f"the server does not have the key that it had when you joined (expected "
