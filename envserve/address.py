@@ -37,22 +37,24 @@ class NamedAddress(str):
         return result
 
 
-def complete_address(address: str) -> str:
+def complete_address(address: str, *, min_port: int = 1) -> str:
     """Return an address with scheme and port: `tcp://sim1:5555` for `sim1`.
 
     Raises:
-      AddressError: The address is malformed.
+      AddressError: The address is malformed, or its port is not a number from
+        `min_port` to 65535.
     """
     is_text = not _INVALID.search(address)
     if address.startswith("ipc://") and address != "ipc://" and is_text:
         return address
     match = _ADDRESS.fullmatch(address) if is_text else None
     port = int(match["port"] or DEFAULT_PORT) if match else -1
-    if match is None or port > 65535:
+    if match is None or not min_port <= port <= 65535:
+        hint = "; use the port that the server has printed" if port == 0 else ""
         raise AddressError(
             f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555 or "
             f"ipc:///path, or a source of addresses like dns://sims:5555, file:///path "
-            f"or ray://namespace/name; got {address!r:.200}"
+            f"or ray://namespace/name; got {address!r:.200}{hint}"
         )
     return f"tcp://{match['host']}:{port}"
 
@@ -66,7 +68,7 @@ def complete_bind(address: str) -> str:
     # dns:// names several hosts. A number is more likely a port than a host.
     if not (address.startswith("dns://") or address.isdigit()):
         with contextlib.suppress(AddressError):  # raised below, with the valid forms
-            address = complete_address(address)
+            address = complete_address(address, min_port=0)  # 0: any free port
     is_local_address(address)
     return address
 

@@ -123,7 +123,7 @@ def train(
       EnvsLostError: Too many env steps were lost; a checkpoint has been written.
       LearnerLostError: Another learner failed; the newest checkpoint is unchanged.
       DivergedError: The policy's outputs or the gradients are not finite; no
-        checkpoint of the diverged networks is written.
+        checkpoint is written after that. PPO and SAC never store diverged networks.
       envserve.errors.EnvserveError: The envs failed and cannot recover; a checkpoint
         has been written.
     """

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 import envserve.ray
-from envserve.address import complete_address
+from envserve.address import complete_address, complete_bind
 from envserve.cli.health import health
 from envserve.client import BatchEnv
 from envserve.client.link.discovery import resolve
@@ -174,6 +174,12 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
 def test_invalid_addresses_raise_address_error(source: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
         complete_address(source)
+
+
+def test_only_servers_may_use_port_0() -> None:
+    with pytest.raises(AddressError, match="'a:0'; use the port that the server has"):
+        complete_address("a:0")
+    assert complete_bind("127.0.0.1:0") == "tcp://127.0.0.1:0"
 
 
 @pytest.mark.usefixtures("known")
