@@ -109,12 +109,6 @@ def wait_for(words: str, lines: queue.Queue[str]) -> str:
     return line
 
 
-def signal_at(words: str, lines: queue.Queue[str], number: signal.Signals) -> None:
-    """Send a signal to this process once a line contains `words`."""
-    wait_for(words, lines)
-    os.kill(os.getpid(), number)
-
-
 class Terminal:
     """A command in a pseudo-terminal, and its output."""
 
@@ -261,11 +255,16 @@ def test_sigterm_during_the_evaluation_is_exit_code_3_for_a_restartable_run(
     folder = tmp_path / "run"
     some = ("--set", "total_steps=256", "--set", "evaluation_episodes=100000")
     words = ("CartPole-v1", *SMALL, *some, "--run-dir", folder, "--restartable")
-    with eagerly(), printed_lines() as lines, ThreadPoolExecutor() as pool:
-        terminating = pool.submit(signal_at, "evaluating", lines, signal.SIGTERM)
-        code, _, error = ppo("train", *words)
-        terminating.result()
-    assert code == 3, error
+    # A process of its own, because the signal may interrupt the creation of the envs,
+    # and then ends the launcher, which the tests share.
+    process = start("train", *words)
+    try:
+        read_until("evaluating", process)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=_TIMEOUT)
+    finally:
+        process.kill()
+    assert process.returncode == 3, error
     assert error.startswith("Stopped ")
     assert f"Resume with: {user_command('ppo')} train --resume {folder}" in error
     assert folder.exists()
