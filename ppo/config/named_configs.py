@@ -241,7 +241,7 @@ EXPECTED_RESULTS: dict[str, tuple[str, int]] = {
     "bipedal_walker": ("280 (279 to 282)", 2409),
     "cheetah-sac": ("10,890 (10,870 to 10,910)", 7932),
     "hopper-sac": ("3,490 (3,470 to 3,510)", 9345),
-    "walker-sac": ("4,650 (4,310 to 4,980)", 8466),
+    "walker-sac": ("4,330 (3,680 to 4,980)", 8518),
     "ant-sac": ("3,870 (3,420 to 4,320)", 5648),
 }
 """Typical results of the named configs that were measured: the return, and the training
