@@ -81,6 +81,25 @@ def interrupt(process: subprocess.Popen[str], number: signal.Signals, code: int)
     return output
 
 
+def error_after_sigterm(words: str, folder: Path, *options: object) -> str:
+    """Stop a restartable run once it prints `words`; return what it reports then.
+
+    The run has a process of its own, because the signal may interrupt the creation of
+    envs. It then ends the launcher, which all tests share that run in this process.
+    """
+    arguments = ("CartPole-v1", *options, "--run-dir", folder, "--restartable")
+    process = start("train", *arguments)
+    try:
+        read_until(words, process)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=_TIMEOUT)
+    finally:
+        process.kill()
+    assert process.returncode == 3, error
+    assert error.startswith("Stopped ")
+    return error
+
+
 def fetched(url: str) -> str:
     """Fetch a URL, with support for cookies."""
     opener = build_opener(HTTPCookieProcessor())
@@ -236,15 +255,7 @@ def test_sigterm_before_the_training_is_exit_code_3_for_a_restartable_run(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    process = start("train", "CartPole-v1", "--run-dir", folder, "--restartable")
-    try:
-        read_until("starting TensorFlow", process)
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=_TIMEOUT)
-    finally:
-        process.kill()
-    assert process.returncode == 3, error
-    assert error.startswith("Stopped ")
+    error = error_after_sigterm("starting TensorFlow", folder)
     assert "--resume" not in error
     assert not folder.exists()
 
@@ -254,18 +265,7 @@ def test_sigterm_during_the_evaluation_is_exit_code_3_for_a_restartable_run(
 ) -> None:
     folder = tmp_path / "run"
     some = ("--set", "total_steps=256", "--set", "evaluation_episodes=100000")
-    words = ("CartPole-v1", *SMALL, *some, "--run-dir", folder, "--restartable")
-    # A process of its own, because the signal may interrupt the creation of the envs,
-    # and then ends the launcher, which the tests share.
-    process = start("train", *words)
-    try:
-        read_until("evaluating", process)
-        process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=_TIMEOUT)
-    finally:
-        process.kill()
-    assert process.returncode == 3, error
-    assert error.startswith("Stopped ")
+    error = error_after_sigterm("evaluating", folder, *SMALL, *some)
     assert f"Resume with: {user_command('ppo')} train --resume {folder}" in error
     assert folder.exists()
 
