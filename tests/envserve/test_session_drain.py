@@ -21,6 +21,7 @@ from tests.envserve.session_fakes import (
     FakeServer,
     SingleLeaseSession,
     attach,
+    collect,
     exchange,
     finish,
     make_pair,
@@ -133,6 +134,33 @@ def test_a_lease_ends_when_each_row_has_ended_an_episode() -> None:
     assert last.error is None
     assert client.rows.terminated.all()
     np.testing.assert_array_equal(client.rows.observation[0][:, 0], [14] * 4)
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_a_lease_does_not_end_before_the_result_that_ends_its_last_episode(
+    is_absent: bool,
+) -> None:
+    server = FakeServer()
+    client = attach(server, kind=SingleLeaseSession)
+    drain(server)
+    for _ in range(7):
+        step(client, server, 0)
+    for _ in range(6):
+        step(client, server, 1)
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    server.finish(("", 11), 1, 0.0)
+    exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.READY
+    if is_absent:  # block 1 is answered without waiting for block 0
+        server.carry_out(server.protocol.pool_finished(("", 11), [], {0}), 0.0)
+    else:
+        server.finish(("", 11), 0, 0.0)
+    exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.LOST
+    errors = {outcome.block: outcome.error for outcome in collect(client)}
+    assert errors == {0: client.error if is_absent else None, 1: None}
+    assert client.rows.terminated[2:].all()
 
 
 def test_a_reset_ends_an_episode_but_a_failed_operation_does_not() -> None:

@@ -380,6 +380,20 @@ class Lease:
         terminated, truncated = self._rows.terminated, self._rows.truncated
         return [row for row in rows if terminated[row] or truncated[row]]
 
+    def has_unanswered_ends(self) -> bool:
+        """Return whether an episode has ended in a block that is not answered yet.
+
+        Such a block is answered once the other blocks of its request are done.
+        """
+        return any(
+            self.ended_rows(outcome)
+            for request in dict.fromkeys(self._requests)
+            if request is not None
+            and not request.has_separate_replies
+            and len(request.outcomes) < len(request.blocks)
+            for outcome in request.outcomes.values()
+        )
+
     def pong(self, now: float) -> Pong:
         """Return a PONG with the running time of each busy block."""
         return Pong(
