@@ -283,6 +283,8 @@ class ServerLoop:
                 if shares.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
+            # The turn may have ended with the last message.
+            has_more = has_more and self._router.sockets.has_unread()
             pause = shares.end_turn(has_unread=has_more)
             if shares.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
