@@ -231,6 +231,26 @@ async def test_a_slow_message_that_is_the_last_one_leaves_nothing_unread(
     assert not any(turns)
 
 
+class BurstProtocol(ServerProtocol):
+    """A protocol that replies 300 times, as to a request that lists 300 blocks."""
+
+    def receive(
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        return 300 * super().receive(peer, frames, now)
+
+
+async def test_a_burst_of_replies_reaches_a_client_that_reads(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    """ZeroMQ's queue for a client is full after 64 replies."""
+    async with running(tmp_path, launcher, BurstProtocol) as (server_loop, peer):
+        await peer.send(MessageType.PING, 9)
+        for _ in range(300):
+            assert (await peer.receive(MessageType.ERROR)).request == 9
+        assert server_loop.dropped_replies == 0
+
+
 class OverdueProtocol(ServerProtocol):
     """A protocol whose leases are overdue, as after a suspension of the process."""
 
