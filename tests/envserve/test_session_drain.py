@@ -21,10 +21,12 @@ from tests.envserve.session_fakes import (
     FakeServer,
     SingleLeaseSession,
     attach,
+    attach_and_step,
     collect,
     exchange,
     finish,
     make_pair,
+    pass_time,
     state_of,
     take_outgoing,
     try_to_attach,
@@ -223,6 +225,22 @@ def test_a_drain_does_not_wait_for_acknowledgements_but_a_stop_does() -> None:
     assert not server.protocol.has_ended
     exchange(client, server, 0.0)
     assert server.protocol.has_ended
+
+
+def test_a_client_that_replaces_a_lease_does_not_delay_the_end_of_a_drain() -> None:
+    client = attach_and_step()
+    server = FakeServer(boot=2, builds_at_once=False)
+    client.record_connect(1.0)
+    exchange(client, server, 1.0)
+    drain(server, 1.0)
+    server.carry_out(server.protocol.stop(1.0), 1.0)
+    assert not server.protocol.has_ended
+    exchange(client, server, 1.0)
+    assert server.protocol.has_ended
+    assert state_of(client) is ClientState.ATTACHING  # it tries again
+    restarted = FakeServer(boot=3)
+    pass_time(client, restarted, 1.0, until=2.0)
+    assert state_of(client) is ClientState.READY
 
 
 def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:
