@@ -23,7 +23,7 @@ answered once (see "A copy of a request is answered once per attempt").
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
@@ -440,7 +440,7 @@ class Lease:
             request.message,
             kind,
             body,
-            entries=None if blocks is request.blocks else _entries_of(request, blocks),
+            entries=None if blocks is request.blocks else self._entries_of(blocks),
             payload=payload,
             report=report,
         )
@@ -471,16 +471,13 @@ class Lease:
         ).encode()
 
     def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:
-        entries = _entries_of(request, blocks)
         return self._reply_builder.reply(
-            request.message, MessageType.ABSENT, entries=entries
+            request.message, MessageType.ABSENT, entries=self._entries_of(blocks)
         )
 
-
-def _entries_of(
-    request: _BlockRequest, blocks: Collection[int]
-) -> tuple[tuple[int, int], ...]:
-    return tuple(entry for entry in request.message.entries if entry[0] in blocks)
+    def _entries_of(self, blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Return the entries of these blocks in their latest requests."""
+        return tuple([(block, self._last_seq[block]) for block in blocks])
 
 
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
