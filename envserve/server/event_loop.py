@@ -12,9 +12,10 @@ callback that sends calls `_schedule_read` at its end, and `_on_messages` reads 
 the sockets are empty or its turn is over. A turn is limited in messages and in time, so
 that floods cannot starve pools and timers.
 
-A reply that cannot be sent is dropped, because the client resends its request and the
-reply is still in the slab. An unexpected exception is logged and ends at most one
-session; the server continues to serve the others.
+If the queue of a peer is full, a reply waits for a moment. A reply that cannot be sent
+is dropped, because the client resends its request and the reply is still in the slab.
+An unexpected exception is logged and ends at most one session; the server continues to
+serve the others.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from envserve.errors import (
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.server.access import Access
+from envserve.server.deferred_replies import DeferredReplies
 from envserve.server.fair_share import FairShare
 from envserve.server.leased_pool import LeasedPool
 from envserve.server.router import Router
@@ -158,6 +160,8 @@ class ServerLoop:
         self._lease_timer: asyncio.TimerHandle | None = None
         self._num_postponed = 0  # number of times that the timer was postponed in a row
         self._scheduled_read: asyncio.Handle | None = None
+        self._deferred = DeferredReplies()
+        self._deferred_timer: asyncio.TimerHandle | None = None
         self._fair_share = FairShare(protocol.quotas)
         self._has_ended = asyncio.Event()
         self._close_seconds = _CLOSE_SECONDS
@@ -208,7 +212,11 @@ class ServerLoop:
         finally:
             self._lag.stop()
             self._router.sockets.stop_reading()
-            for handle in (self._lease_timer, self._scheduled_read):
+            for handle in (
+                self._lease_timer,
+                self._scheduled_read,
+                self._deferred_timer,
+            ):
                 if handle is not None:
                     handle.cancel()
             for leased in self.pools.values():
@@ -283,6 +291,8 @@ class ServerLoop:
                 if shares.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
+            # The turn may have ended with the last message.
+            has_more = has_more and self._router.sockets.has_unread()
             pause = shares.end_turn(has_unread=has_more)
             if shares.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
@@ -312,7 +322,8 @@ class ServerLoop:
         queue = [*decisions]
         for decision in queue:  # including those that this loop appends
             if isinstance(decision, Reply):
-                self._send(decision)
+                if decision.peer in self._deferred or not self._send(decision):
+                    self._defer(decision)
             elif isinstance(decision, PoolDecision):
                 try:
                     queue.extend(self._apply_to_pool(decision))
@@ -327,20 +338,47 @@ class ServerLoop:
         if self._protocol.leases.is_ending and self._protocol.has_ended:
             self._has_ended.set()
 
-    def _send(self, reply: Reply) -> None:
+    def _send(self, reply: Reply) -> bool:
+        """Send or drop a reply; return False if the queue of its peer is full."""
         counters = self.counters
         try:
             if self._router.send(reply.peer, reply.frames):
                 counters.messages_out += 1
                 counters.bytes_out += sum(map(len, reply.frames))
                 counters.resends += reply.limiter is not None
-                return
+                return True
+            if self._router.is_full:
+                return False
         except Exception:  # other replies can still be sent
             self._log_failure("a reply could not be sent")
-        counters.dropped += 1
+        self._drop(reply)
+        return True
+
+    def _drop(self, reply: Reply) -> None:
+        self.counters.dropped += 1
         self.dropped_replies += 1
         if reply.limiter is not None:
             reply.limiter.num_copies -= 1
+
+    def _defer(self, reply: Reply) -> None:
+        """Keep a reply until the queue of its peer has room."""
+        if not self._deferred.add(reply, time.monotonic()):
+            self._drop(reply)
+        elif self._deferred_timer is None:
+            self._schedule_deferred()
+
+    def _schedule_deferred(self) -> None:
+        self._deferred_timer = self._loop.call_at(
+            self._deferred.retry_at, self._send_deferred
+        )
+
+    def _send_deferred(self) -> None:
+        self._deferred_timer = None
+        for reply in self._deferred.send(self._send, self._loop.time()):
+            self._drop(reply)
+        if self._deferred:
+            self._schedule_deferred()
+        self._schedule_read()
 
     def _reply(self, decision: RequestDecision) -> Sequence[Decision]:
         """Return the decisions that reply to a request with data of this event loop."""

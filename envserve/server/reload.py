@@ -189,4 +189,8 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
 
 def _modification_times(files: Iterable[str]) -> dict[str, int]:
     """Return each file's modification time; 0 while an editor is replacing it."""
-    return {f: os.stat(f).st_mtime_ns if os.path.exists(f) else 0 for f in files}
+    times = dict.fromkeys(files, 0)
+    for file in times:
+        with contextlib.suppress(OSError):
+            times[file] = os.stat(file).st_mtime_ns
+    return times

@@ -31,11 +31,13 @@ class Router:
       sockets: The sockets.
       discarding_user: When `receive` has returned None: the user whose message is being
         discarded because it has too many frames, or None.
+      is_full: When `send` has returned False: whether the peer's queue is full.
     """
 
     def __init__(self, sockets: ServerSockets, budget: SendBudget) -> None:
         self.sockets = sockets
         self.discarding_user: str | None = None
+        self.is_full = False
         self._budget = budget
 
     def receive(self) -> tuple[Peer, Frames] | None:
@@ -63,6 +65,7 @@ class Router:
         Returns:
           Whether ZeroMQ accepted the message; False if the peer is gone or too slow.
         """
+        self.is_full = False
         number, route, _ = peer
         socket = self.sockets.by_number.get(number)
         if socket is None:
@@ -81,5 +84,6 @@ class Router:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
+            self.is_full = error.errno == zmq.EAGAIN
             return False
         return True

@@ -25,6 +25,7 @@ class ShutdownSignals:
         self.requested = asyncio.Event()
         self.immediate = asyncio.Event()
         self._loop = loop
+        self._is_terminated = False  # whether a SIGTERM has arrived
 
     def __enter__(self) -> Self:
         self._loop.add_signal_handler(signal.SIGTERM, self._on_terminate)
@@ -63,8 +64,9 @@ class ShutdownSignals:
         return is_done
 
     def _on_terminate(self) -> None:
-        if self.requested.is_set():
+        if self._is_terminated:
             self.immediate.set()
+        self._is_terminated = True
         self.requested.set()
 
     def _on_interrupt(self) -> None:

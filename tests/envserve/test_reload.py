@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 import time
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,6 +190,29 @@ def test_a_server_that_exits_before_it_is_ready_is_restarted_by_a_change(
         return 5
 
     host = HostSettings(env_names=(f"{source}:Same",))
+    assert reload.serve_with_reload(host, serve) == 6
+
+
+def test_a_file_that_disappears_while_it_is_checked_counts_as_changed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editor may replace the file at this moment."""
+    num_checks = itertools.count()
+
+    def stat(path: str) -> os.stat_result:
+        if next(num_checks) == 2:  # after the first check of both files
+            raise FileNotFoundError(path)
+        return os.stat(path)
+
+    def serve(*_: object) -> int:
+        if (marker := folder / "started").exists():
+            return 6
+        marker.touch()
+        time.sleep(40)  # until SIGINT
+        return 5
+
+    monkeypatch.setattr(reload, "os", SimpleNamespace(**{**vars(os), "stat": stat}))
+    host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
     assert reload.serve_with_reload(host, serve) == 6
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from envserve.errors import LeaseLost, ServerDraining
+from envserve.server.signals import ShutdownSignals
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.session_client import SessionClient
@@ -81,6 +84,23 @@ def test_a_second_signal_cuts_the_drain_short(
     server.signal(number)
     assert "a second signal requested an immediate stop" in client.wait_for_end()
     check_end(server)
+
+
+async def test_the_first_sigterm_does_not_cut_short_a_drain_that_has_begun() -> None:
+    """A terminal that is closed, or `envserve drain`, may have started the drain."""
+    loop, is_handled = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGUSR1, is_handled.set)
+    try:
+        with ShutdownSignals(loop) as signals:
+            signals.requested.set()
+            for number in (signal.SIGTERM, signal.SIGUSR1):  # handled in this order
+                os.kill(os.getpid(), number)
+            await is_handled.wait()
+            assert not signals.immediate.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await signals.immediate.wait()
+    finally:
+        loop.remove_signal_handler(signal.SIGUSR1)
 
 
 def test_a_silent_client_cannot_delay_the_end(serve: Serve, join: Join) -> None:

@@ -26,6 +26,7 @@ from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
 from envserve.server import event_loop
 from envserve.server.event_loop import ServerLoop
+from envserve.server.fair_share import FairShare
 from envserve.server.router import Router
 from envserve.server.zmq_guards.send_budget import SendBudget
 from envserve.server.zmq_guards.server_sockets import ServerSockets
@@ -200,6 +201,54 @@ async def test_a_turn_of_messages_ends_after_two_milliseconds(
         await all_received(server_loop)
         # One asyncio turn can read twice: a scheduled read, and one for a new event.
         assert max(protocol.turns.values()) <= 2 * 2
+
+
+class SlowestProtocol(ServerProtocol):
+    """A protocol in which each message takes longer than a turn may last."""
+
+    def receive(
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        time.sleep(0.003)
+        return super().receive(peer, frames, now)
+
+
+async def test_a_slow_message_that_is_the_last_one_leaves_nothing_unread(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, messages of a client that waits for its replies may be dropped."""
+    turns = []
+
+    def end_turn(self: FairShare, has_unread: bool) -> float:
+        turns.append(has_unread)
+        return 0.0
+
+    monkeypatch.setattr(FairShare, "end_turn", end_turn)
+    async with running(tmp_path, launcher, SlowestProtocol) as (_, peer):
+        for _ in range(3):
+            await peer.free_envs()
+    assert len(turns) >= 3
+    assert not any(turns)
+
+
+class BurstProtocol(ServerProtocol):
+    """A protocol that replies 300 times, as to a request that lists 300 blocks."""
+
+    def receive(
+        self, peer: tuple[Any, ...], frames: Sequence[Buffer], now: float
+    ) -> list[Decision]:
+        return 300 * super().receive(peer, frames, now)
+
+
+async def test_a_burst_of_replies_reaches_a_client_that_reads(
+    tmp_path: Path, launcher: Launcher
+) -> None:
+    """ZeroMQ's queue for a client is full after 64 replies."""
+    async with running(tmp_path, launcher, BurstProtocol) as (server_loop, peer):
+        await peer.send(MessageType.PING, 9)
+        for _ in range(300):
+            assert (await peer.receive(MessageType.ERROR)).request == 9
+        assert server_loop.dropped_replies == 0
 
 
 class OverdueProtocol(ServerProtocol):

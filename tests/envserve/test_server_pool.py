@@ -18,12 +18,25 @@ from envserve.client.link.connection import Connection
 from envserve.client.link.server_pool import ServerPool
 from envserve.client.link.session_driver import SessionDriver
 from envserve.client.link.zmq_guards.diagnosis import Finding
-from envserve.errors import AddressError, ConnectError, KeyFileError, ServerLost
+from envserve.errors import (
+    AddressError,
+    ConnectError,
+    KeyFileError,
+    RemoteProtocolError,
+    ServerLost,
+)
 from envserve.keys.key_folder import KeyFolder
 from envserve.session.states import ClientState
+from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Welcome
+from envserve.wire.message import Buffer, decode
 from tests.envserve.conftest import WaitUntil
-from tests.envserve.session_fakes import attach_and_step, state_of
+from tests.envserve.session_fakes import (
+    FakeServer,
+    attach_and_step,
+    exchange,
+    state_of,
+)
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 #: Longer than any test takes.
@@ -264,6 +277,44 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
         assert session.address == connection.address == fit
         assert server_pool.placement.locations[driver] == fit
         server_pool.remove(driver, time.monotonic() + 120)
+
+
+def test_a_server_with_other_envs_gets_its_envs_back_although_another_one_is_free(
+    server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
+) -> None:
+    first, different, fit, _ = ADDRESSES
+    have = {different: welcome(free_envs=8), fit: welcome(free_envs=4)}
+
+    def ask(address: str, seconds: float, **_: object) -> Welcome:
+        return have[address] if address in have else silence()
+
+    sent = []
+
+    def send(_: Connection, frames: list[Buffer]) -> bool:
+        sent.append(decode(frames))
+        return True
+
+    monkeypatch.setattr(module, "request_welcome", ask)
+    monkeypatch.setattr(Connection, "send", send)
+    session, now = attach_and_step(), 3.0
+    session.attachment.address = first
+    session.record_disconnect(1.0)
+    with closing(Connection(first, insecure=True)) as connection:
+        driver = SessionDriver(session, connection, server_pool)
+        server_pool.is_gone(first, now)
+        wait_until(lambda: server_pool.polled_at >= now, 240)
+        driver.run(now)
+        assert session.address == different
+        session.record_connect(now)
+        exchange(session, FakeServer(boot=2, builds_at_once=False), now)
+        assert state_of(session) is ClientState.ATTACHING
+        lease = session.requests.session, session.requests.boot
+        session.abort(RemoteProtocolError("expected the same envs as before"))
+        driver.run(now)
+        assert session.address == fit
+        server_pool.remove(driver, time.monotonic() + 120)
+    detached = [(m.session, m.boot) for m in sent if m.type is MessageType.DETACH]
+    assert lease in detached
 
 
 def test_a_poll_that_never_ends_delays_the_loss_of_a_server_by_a_limited_time(

@@ -24,6 +24,7 @@ from tests.envserve.session_fakes import (
     exchange,
     finish,
     make_pair,
+    pass_time,
     state_of,
     step_all,
     take_outgoing,
@@ -195,6 +196,25 @@ def test_an_absent_block_does_not_delay_the_other_blocks_of_its_request() -> Non
     assert client.rows.reward.tolist() == [5] * 4
     step_all(client, server, 2.0)
     assert client.rows.status.tolist() == OK
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 3])
+def test_a_lost_result_is_requested_again_while_another_block_is_absent(
+    num_lost: int,
+) -> None:
+    server, client = split_pair()
+    lost: list[list[Buffer]] = []
+
+    def is_kept(frames: list[Buffer]) -> bool:
+        if decode(frames).type is MessageType.RESULT and len(lost) < num_lost:
+            lost.append(frames)
+            return False
+        return True
+
+    pass_time(client, server, 1.0, until=20.0, filter_reply=is_kept)
+    assert len(lost) == num_lost
+    assert blocks_of(collect(client)) == [0]
+    assert client.client_blocks.absent == {1}
 
 
 def test_a_reply_to_a_whole_request_is_dropped_after_a_reply_to_one_block() -> None:

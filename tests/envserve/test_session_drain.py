@@ -21,9 +21,12 @@ from tests.envserve.session_fakes import (
     FakeServer,
     SingleLeaseSession,
     attach,
+    attach_and_step,
+    collect,
     exchange,
     finish,
     make_pair,
+    pass_time,
     state_of,
     take_outgoing,
     try_to_attach,
@@ -135,6 +138,33 @@ def test_a_lease_ends_when_each_row_has_ended_an_episode() -> None:
     np.testing.assert_array_equal(client.rows.observation[0][:, 0], [14] * 4)
 
 
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_a_lease_does_not_end_before_the_result_that_ends_its_last_episode(
+    is_absent: bool,
+) -> None:
+    server = FakeServer()
+    client = attach(server, kind=SingleLeaseSession)
+    drain(server)
+    for _ in range(7):
+        step(client, server, 0)
+    for _ in range(6):
+        step(client, server, 1)
+    client.submit_step([0, 1], 0.0)
+    exchange(client, server, 0.0)
+    server.finish(("", 11), 1, 0.0)
+    exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.READY
+    if is_absent:  # block 1 is answered without waiting for block 0
+        server.carry_out(server.protocol.pool_finished(("", 11), [], {0}), 0.0)
+    else:
+        server.finish(("", 11), 0, 0.0)
+    exchange(client, server, 0.0)
+    assert state_of(client) is ClientState.LOST
+    errors = {outcome.block: outcome.error for outcome in collect(client)}
+    assert errors == {0: client.error if is_absent else None, 1: None}
+    assert client.rows.terminated[2:].all()
+
+
 def test_a_reset_ends_an_episode_but_a_failed_operation_does_not() -> None:
     server = FakeServer()
     client = attach(server, kind=SingleLeaseSession)
@@ -195,6 +225,22 @@ def test_a_drain_does_not_wait_for_acknowledgements_but_a_stop_does() -> None:
     assert not server.protocol.has_ended
     exchange(client, server, 0.0)
     assert server.protocol.has_ended
+
+
+def test_a_client_that_replaces_a_lease_does_not_delay_the_end_of_a_drain() -> None:
+    client = attach_and_step()
+    server = FakeServer(boot=2, builds_at_once=False)
+    client.record_connect(1.0)
+    exchange(client, server, 1.0)
+    drain(server, 1.0)
+    server.carry_out(server.protocol.stop(1.0), 1.0)
+    assert not server.protocol.has_ended
+    exchange(client, server, 1.0)
+    assert server.protocol.has_ended
+    assert state_of(client) is ClientState.ATTACHING  # it tries again
+    restarted = FakeServer(boot=3)
+    pass_time(client, restarted, 1.0, until=2.0)
+    assert state_of(client) is ClientState.READY
 
 
 def test_leases_left_at_the_end_of_the_grace_period_are_ended() -> None:

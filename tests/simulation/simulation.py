@@ -147,8 +147,9 @@ class Simulation:
         """Stop all faults, and verify that every client can then step and close."""
         if not self._has_stopped_faults:
             self._stop_faults()
-        for trainer in self.trainers:
-            trainer.finish()
+        trainers = self.trainers
+        while trainers:  # in turns, because a trainer may wait for another one's envs
+            trainers = [each for each in trainers if not each.try_to_finish()]
         while self.clock.has_events and self.clock.now < self._give_up_at[0]:
             self.step()
         for client in self.clients:

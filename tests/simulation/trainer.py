@@ -146,12 +146,14 @@ class Trainer:
         while self.simulation.clock.now < until:
             self.simulation.step(until)
 
-    def finish(self) -> None:
-        """Step until all rows are valid in one step, and close."""
-        while self.driver is None or not self._are_all_valid(self.driver):
-            if self.driver is None:
-                self.run_once()
-        self.close()
+    def try_to_finish(self) -> bool:
+        """Step once; close and return True if all rows are valid."""
+        if self.driver is None:
+            self.run_once()
+        elif self._are_all_valid(self.driver):
+            self.close()
+            return True
+        return False
 
     def _are_all_valid(self, driver: SimulatedDriver) -> bool:
         try:

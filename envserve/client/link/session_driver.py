@@ -103,9 +103,11 @@ class SessionDriver:
                 is_late = time.monotonic() > until
             is_readable = self._check_connection(now)
             session.advance(now)
+            # Send first, because a move discards the DETACH for a rejected server.
+            has_sent = connection.flush(session.outbox)
             if self.server_pool is not None and self._fail_over(self.server_pool, now):
                 continue
-            if not connection.flush(session.outbox) and not is_readable:
+            if not has_sent and not is_readable:
                 return
         self.due_at = now
         connection.waker.wake()

@@ -381,6 +381,8 @@ class Attachment:
                 return
         self._requests.clear()
         loss.rejection = str(error).removeprefix(f"{self.address}: ")
+        if body.is_draining:  # when the server stops, it waits for this confirmation
+            self._requests.send_detach(self._requests.pack(MessageType.DETACH))
         if body.code is not ErrorCode.ENVS_BUSY:  # the server has ended this session
             self._requests.change_session()
             self.machine.change_to(ClientState.HELLO_SENT)

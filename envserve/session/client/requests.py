@@ -280,8 +280,12 @@ class Requests:
         changed = []
         for request in self.unanswered.values():
             blocks, was_ignored = request.unanswered_blocks, request.is_ignored
-            if any(block in running for block in blocks):
-                self.record_running(request, now)
+            is_running = [block in running for block in blocks]
+            if any(is_running):
+                request.num_ignored, request.ignored_since = 0, math.inf
+                # The results of blocks that are not running may have been lost.
+                if all(is_running):
+                    request.resend_at = now + request.resend_delay
             elif blocks and number > request.pong_after:
                 request.num_ignored += 1
                 request.ignored_since = min(request.ignored_since, now)

@@ -23,7 +23,7 @@ answered once (see "A copy of a request is answered once per attempt").
 
 from __future__ import annotations
 
-from collections.abc import Collection, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
@@ -380,6 +380,20 @@ class Lease:
         terminated, truncated = self._rows.terminated, self._rows.truncated
         return [row for row in rows if terminated[row] or truncated[row]]
 
+    def has_unanswered_ends(self) -> bool:
+        """Return whether an episode has ended in a block that is not answered yet.
+
+        Such a block is answered once the other blocks of its request are done.
+        """
+        return any(
+            self.ended_rows(outcome)
+            for request in dict.fromkeys(self._requests)
+            if request is not None
+            and not request.has_separate_replies
+            and len(request.outcomes) < len(request.blocks)
+            for outcome in request.outcomes.values()
+        )
+
     def pong(self, now: float) -> Pong:
         """Return a PONG with the running time of each busy block."""
         return Pong(
@@ -426,7 +440,7 @@ class Lease:
             request.message,
             kind,
             body,
-            entries=None if blocks is request.blocks else _entries_of(request, blocks),
+            entries=None if blocks is request.blocks else self._entries_of(blocks),
             payload=payload,
             report=report,
         )
@@ -457,16 +471,13 @@ class Lease:
         ).encode()
 
     def _absent_reply(self, request: _BlockRequest, blocks: Collection[int]) -> Reply:
-        entries = _entries_of(request, blocks)
         return self._reply_builder.reply(
-            request.message, MessageType.ABSENT, entries=entries
+            request.message, MessageType.ABSENT, entries=self._entries_of(blocks)
         )
 
-
-def _entries_of(
-    request: _BlockRequest, blocks: Collection[int]
-) -> tuple[tuple[int, int], ...]:
-    return tuple(entry for entry in request.message.entries if entry[0] in blocks)
+    def _entries_of(self, blocks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """Return the entries of these blocks in their latest requests."""
+        return tuple([(block, self._last_seq[block]) for block in blocks])
 
 
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:

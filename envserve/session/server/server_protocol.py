@@ -426,7 +426,7 @@ class ServerProtocol:
                 record.unfinished_rows.difference_update(
                     record.lease.ended_rows(outcome)
                 )
-            if not record.unfinished_rows:
+            if not (record.unfinished_rows or record.lease.has_unanswered_ends()):
                 text = "the server was drained; each env of the lease ended an episode"
                 replies += self.leases.close(record, lease_lost(text))
         return replies
