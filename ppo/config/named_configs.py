@@ -363,7 +363,8 @@ def read_table(path: Path) -> dict[str, Any]:
     """
     try:
         with open_regular(path, _MAX_TABLE_BYTES) as file:
-            text = file.read().decode("utf-8-sig")  # editors may add a mark
+            # Some editors begin a file with a byte order mark.
+            text = file.read().decode("utf-8-sig")
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         json.dumps(content, default=str, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
