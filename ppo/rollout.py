@@ -26,6 +26,8 @@ _NON_FINITE = "end the episode before it diverges"
 _MIN_VALID_FRACTION = 0.1
 #: Number of consecutive poor iterations after which a run ends.
 _MAX_POOR_ITERATIONS = 10
+#: Number of consecutive batch steps without a valid row after which a run ends.
+_MAX_EMPTY_STEPS = 8
 #: Number of consecutive episodes that every env may lose before a run ends.
 _MAX_LOST_IN_A_ROW = 50
 
@@ -301,13 +303,18 @@ class EpisodeTracker:
 class LostSteps:
     """Counts steps that were lost because envs failed; raises if there are too many.
 
+    Args:
+      horizon: Number of batch steps in an iteration.
+
     Attributes:
       total: Number of lost steps so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, horizon: int) -> None:
         self.total = 0
-        self._poor_iterations = 0
+        self._poor_iterations = self._empty_iterations = 0
+        # A short iteration may be lost completely because of a single fault.
+        self._max_empty_iterations = math.ceil(_MAX_EMPTY_STEPS / horizon)
 
     def add(self, lost: int, steps: int, lost_in_a_row: int = 0) -> None:
         """Add an iteration.
@@ -319,14 +326,16 @@ class LostSteps:
             is, the minimum over envs.
 
         Raises:
-          EnvsLostError: All steps of the iteration were lost, or more than 90 % in
-            each of the last 10 iterations; or every env has lost its last 50
-            episodes.
+          EnvsLostError: All steps of the iteration were lost (with a horizon below 8,
+            of several iterations in a row), or more than 90 % in each of the last 10
+            iterations; or every env has lost its last 50 episodes.
         """
         self.total += lost
         is_poor = steps - lost < _MIN_VALID_FRACTION * steps
         self._poor_iterations = self._poor_iterations + 1 if is_poor else 0
-        if lost == steps or self._poor_iterations >= _MAX_POOR_ITERATIONS:
+        self._empty_iterations = self._empty_iterations + 1 if lost == steps else 0
+        is_empty = self._empty_iterations >= self._max_empty_iterations
+        if is_empty or self._poor_iterations >= _MAX_POOR_ITERATIONS:
             raise EnvsLostError(
                 f"Too many env failures: {100 * lost / steps:.0f} % of the {steps:,} "
                 "steps in the last iteration were lost. See the log for the reasons."

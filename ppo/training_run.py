@@ -120,7 +120,7 @@ class TrainingRun:
         self._next_rollout: Future[Rollout] | None = None
         self.tracker = EpisodeTracker(share.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
-        self.lost_steps = LostSteps()
+        self.lost_steps = LostSteps(config.horizon)
 
     def stop(self) -> None:
         """End training after this iteration, even if steps remain."""

@@ -298,4 +298,5 @@ def sparkline(values: Sequence[float], columns: int) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
-    return str(datetime.timedelta(seconds=int(seconds)))
+    longest = datetime.timedelta.max // datetime.timedelta(seconds=1)
+    return str(datetime.timedelta(seconds=min(int(seconds), longest)))

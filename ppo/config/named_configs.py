@@ -363,7 +363,8 @@ def read_table(path: Path) -> dict[str, Any]:
     """
     try:
         with open_regular(path, _MAX_TABLE_BYTES) as file:
-            text = file.read().decode()
+            # Some editors begin a file with a byte order mark.
+            text = file.read().decode("utf-8-sig")
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
         json.dumps(content, default=str, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
@@ -479,7 +480,8 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
             value = read(text)
             if isinstance(value, list | dict):
                 return value
-    return [_as_number(word) for word in text.strip("[]()").replace(",", " ").split()]
+    words = map(str.strip, text.strip("[]()").split(","))
+    return [_as_number(word) for word in words if word]
 
 
 def _as_number(text: str) -> Any:

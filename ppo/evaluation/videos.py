@@ -66,8 +66,9 @@ def visualize_run(
         with returns, lengths and videos; created if it does not exist.
       episodes: Number of episodes.
       which: The checkpoint to load; by default, the newest.
-      seed: Seed of the env; by default, the seed of the run's final evaluation, so
-        that the videos show the episodes of that evaluation's first env.
+      seed: Seed of the env; by default, the seed of the run's final evaluation. With
+        the most likely actions, the videos then show the episodes of that
+        evaluation's first env.
       on_episode: Called with the path and the episode of each complete video.
 
     Raises:

@@ -4,6 +4,7 @@ This follows Haarnoja et al. 2018 and the page "SAC". Gradients are computed by
 hand-written backpropagation.
 """
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +37,9 @@ class Reference:
         self.networks = [[a.astype(np.float64) for a in part] for part in networks]
         self.log_temperature = np.log([self._settings["initial_temperature"]])
         self._moments: dict[int, list[Array]] = {}
-        self._transitions: list[tuple[Any, ...]] = []
-        self._num_added = 0
+        # A new transition replaces the oldest one.
+        size = self._settings["replay_size"]
+        self._transitions = collections.deque[tuple[Any, ...]](maxlen=size)
 
     def add(self, rollout: Rollout) -> None:
         """Add the valid transitions of a rollout, in the order of steps."""
@@ -46,17 +48,14 @@ class Reference:
                 after = rollout.observation[at[0] + 1, at[1]]
                 after = rollout.final_observation[at] if rollout.done[at] else after
                 start = rollout.observation[at], rollout.action[at], rollout.reward[at]
-                # A new transition replaces the oldest one.
-                index = self._num_added % self._settings["replay_size"]
-                row = *start, after, rollout.terminated[at]
-                self._transitions[index : index + 1] = [row]
-                self._num_added += 1
+                self._transitions.append((*start, after, rollout.terminated[at]))
 
     def learn(self, samples: Array, noise_of: Callable[[int], Array]) -> Array:
         """Take gradient steps, and return the mean of each metric.
 
         Args:
-          samples: Indices of transitions in the replay buffer, `[steps, N]`.
+          samples: Indices of transitions in the replay buffer, from 0 for the oldest,
+            `[steps, N]`.
           noise_of: Returns the noise of a gradient step, `[2, N, A]`.
         """
         steps = [

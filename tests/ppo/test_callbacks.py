@@ -145,6 +145,18 @@ def test_example_of_the_docs_does_not_end_a_resumed_run_at_once(tmp_path: Path) 
     assert a_run.stop.called
 
 
+def test_example_of_the_docs_uses_no_return_before_an_episode_has_ended(
+    tmp_path: Path,
+) -> None:
+    (code,) = re.findall(r"(?s)def weaker.*?(?=```)", DOCS.read_text())
+    (tmp_path / "weaker.py").write_text(f"import math\n{code}")
+    weaker = load_user_code("callbacks", f"{tmp_path}/weaker.py:weaker")
+    a_run = mock.Mock(env=mock.Mock(num_envs=2))
+    for mean_return, force in ((math.nan, 10.0), (200.0, 8.0)):
+        weaker(a_run, {"mean_return": mean_return}, rollout_of(1))
+        a_run.env.set_attr.assert_called_with("force_mag", [force] * 2)
+
+
 def test_example_rewards_observations_that_are_new() -> None:
     novelty = load_user_code("callbacks", f"{RND}:Novelty")()
     agent = Agent(BOX, ACTIONS, SMALL)

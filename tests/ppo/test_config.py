@@ -1,5 +1,6 @@
 """`Config`: validation, files, settings as text, named configs."""
 
+import codecs
 import dataclasses
 import json
 import math
@@ -121,6 +122,8 @@ def test_toml_file_is_read(tmp_path: Path) -> None:
         wrappers=(MY_WRAPPER,),
     )
     assert isinstance(config.learning_rate, float)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())  # as some editors do
+    assert load_config(str(path)) == config
 
 
 def test_python_file_is_executed(tmp_path: Path) -> None:
@@ -179,6 +182,7 @@ def test_error_in_a_python_file_names_the_file(
         ("policy_layers=", ()),
         ("env_name=Pendulum-v1", "Pendulum-v1"),
         ("import_modules=ale_py,my.envs", ("ale_py", "my.envs")),
+        ("callbacks=/my code/a.py:f, b.py:g", ("/my code/a.py:f", "b.py:g")),
         ('env_kwargs={"g": 9.8}', {"g": 9.8}),
         (
             'wrappers=[{name = "ActionRepeat", amount = 4}, {name = "ClipAction"}]',
@@ -215,7 +219,7 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("policy_layers=1e400", r"expected an int, such as 64,64; got \[inf"),
         ("env_kwargs=3", r"expected a map, such as {\"name\": 1}; got"),
         ("wrappers=ActionRepeat", r"a map, such as \[\{name = .* got \['ActionRep"),
-        ("wrappers=[]\nseed = 1", r"a map, such as \[\{name = .* got \['seed'"),
+        ("wrappers=[]\nseed = 1", r"a map, such as \[\{name = .* got \['seed = 1'"),
         ("wrappers=[4]", r"wrappers\[0\]: .* such as \[\{name = .*; got \[4\]\."),
         ("wrappers=[{amount = 4}]", r"wrappers\[0\]: expected a name, or a table"),
         (

@@ -19,6 +19,7 @@ NUM_ROWS = 7
 INT8: Any = np.int8
 INT64: Any = np.int64
 UINT8: Any = np.uint8
+UINT64: Any = np.uint64
 FLOAT64: Any = np.float64
 VECTOR = SPACES.Box(-np.inf, np.inf, (5,), FLOAT64)
 OBSERVATION_SPACES = {
@@ -44,6 +45,7 @@ BOXES = {
     "unbounded": SPACES.Box(-np.inf, np.inf, (1,)),
     "half bounded": HALF_BOUNDED,
     "largest": SPACES.Box(-MAX, MAX, (2,)),
+    "largest integers": SPACES.Box(0, 2**64 - 1, (9,), UINT64),
 }
 CHOICES = {
     "discrete": SPACES.Discrete(6, start=3),

@@ -217,6 +217,16 @@ def test_the_time_left_ignores_iterations_before_the_first_update(clock: Clock) 
     assert "  0:14:50 left  " in redrawn(screen, target)
 
 
+def test_the_time_left_of_an_endless_run_is_shown(clock: Clock) -> None:
+    target = console(120, is_terminal=True)
+    screen = Screen(target)
+    screen.total_steps = 2**53
+    for steps in (10, 20):
+        clock.now += 1.0
+        screen.show(Progress(steps, 10.0, 0.0, 0, METRICS))
+    assert "  999999999 days, 23:59:59 left  " in redrawn(screen, target)
+
+
 def test_finished_phases_leave_a_line(clock: Clock) -> None:
     target = console(80, is_terminal=True)
     with Screen(target) as screen:

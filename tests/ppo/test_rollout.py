@@ -53,13 +53,13 @@ def test_padding_before_a_lost_episode_is_not_counted_as_another_loss() -> None:
 
 
 def test_iterations_with_few_valid_steps_do_not_end_training_if_others_follow() -> None:
-    lost_steps = LostSteps()
+    lost_steps = LostSteps(horizon=10)
     for lost in 2 * [*9 * [95], 10]:
         lost_steps.add(lost, 100)
 
 
 def test_training_ends_if_no_env_completes_an_episode() -> None:
-    lost_steps = LostSteps()
+    lost_steps = LostSteps(horizon=10)
     lost_steps.add(10, 100, 49)
     with pytest.raises(EnvsLostError, match="every env has lost its last 50 episodes"):
         lost_steps.add(10, 100, 50)

@@ -237,7 +237,10 @@ def test_a_loaded_replay_has_the_newest_transitions_of_its_checkpoint(
             replay.save(folder)
         loaded = ReplayBuffer(capacity)
         loaded.load(folder, steps)
-        add_rewards(loaded, steps, steps + 1)
+        for each in (replay, loaded):
+            add_rewards(each, steps, steps + 1)
+        sampled = [each.sample((9, 9), (1, 2))["reward"] for each in (replay, loaded)]
+        np.testing.assert_array_equal(*sampled)
         assert loaded.size == min(steps + 1, capacity)
         assert max(rewards_in(loaded)) == steps
         firsts = [int(path.name[13:25]) for path in folder.iterdir()]

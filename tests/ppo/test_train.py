@@ -260,6 +260,18 @@ def test_iteration_without_valid_steps_is_an_error_and_changes_nothing(
     np.testing.assert_array_equal(parameters(saved), parameters(fresh))
 
 
+def test_a_lost_step_does_not_end_a_run_whose_iterations_are_single_steps(
+    tmp_path: Path,
+) -> None:
+    config = SMALL.replace(num_envs=1, horizon=1, minibatch_size=1, total_steps=4)
+    result = run(tmp_path / "run", config, losing(frozenset({(0, 0), (3, 0)})))
+    assert (result.steps, result.lost_steps, result.is_finished) == (4, 2, True)
+    maker = losing(frozenset((step, 0) for step in range(2, 99)))
+    with pytest.raises(EnvsLostError, match="100 % of the 1 steps"):
+        run(tmp_path / "lost", config, maker)
+    assert counters(tmp_path / "lost") == (10, 2)
+
+
 def test_ten_iterations_with_few_valid_steps_end_the_run(tmp_path: Path) -> None:
     lost = frozenset(
         (step, b) for step in range(400) for b in range(2) if (step % 8, b) != (0, 0)

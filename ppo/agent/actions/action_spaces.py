@@ -177,6 +177,11 @@ class _BoxActions(ActionAdapter):
         self._centre = self._low / 2 + self._high / 2
         self._radius = self._high / 2 - self._low / 2
         self._is_scaled = bool((self._centre != 0).any() or (self._radius != 1).any())
+        if space.dtype.kind in "iu":
+            # In float64, the largest 64-bit integers are rounded up to a power of two,
+            # which would wrap around when it is cast back.
+            bits = 8 * space.dtype.itemsize - (space.dtype.kind == "i")
+            self._high = np.minimum(self._high, math.nextafter(2.0**bits, 0.0))
         self._is_clipped = not (
             np.isinf(space.low).all() and np.isinf(space.high).all()
         )
