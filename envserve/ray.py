@@ -70,10 +70,10 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         namespace, name = self._place = parse(address)
         self._actors: list[Any] = []
         placed = {"namespace": namespace, "scheduling_strategy": "SPREAD", **builtin}
-        actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
         others = [actor["name"] for actor in _named_actors(ray, namespace, name)]
         first = int(others[-1].rpartition("/")[2]) + 1 if others else 0
         try:
+            actor = ray.remote(max_restarts=-1, resources=custom, **placed)(_Server)
             for number in range(first, first + num_servers):
                 server = actor.options(name=f"{name}/{number}")
                 self._actors.append(server.remote([*options]))

@@ -53,6 +53,7 @@ def main() -> int:
         [*COMMAND, *OPTIONS, *sys.argv[1:]],
         stdout=subprocess.PIPE,
         text=True,
+        errors="replace",
     ) as process:
         assert process.stdout is not None
         reader = threading.Thread(target=lines.extend, args=(process.stdout,))

@@ -57,3 +57,12 @@ def test_packages_are_compiled_after_a_successful_installation(
     assert pip_install.main() == 0
     (compiled,) = (tmp_path / "__pycache__").iterdir()
     assert compiled.name.startswith("good.")
+
+
+def test_output_that_is_not_utf8_is_read_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = r"import sys; sys.stdout.buffer.write(b'\xff\n'); sys.exit(3)"
+    monkeypatch.setattr(pip_install, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(sys, "argv", ["pip_install.py"])
+    assert pip_install.main() == 3

@@ -278,7 +278,8 @@ def bad_steps(c: ProbeClient) -> None:
     (block, seq), *others = c.next_step().entries
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
-    for body in (c.last.body + b"\0", c.last.body[:-1]):
+    # Actions without values have an empty body, which cannot be shorter.
+    for body in {c.last.body + b"\0", c.last.body[:-1]} - {c.last.body}:
         c.expect_error(replace(c.next_step(), body=body), _BAD)
 
 
@@ -287,7 +288,7 @@ def bad_actions(c: ProbeClient) -> None:
     """Reject actions outside the action space."""
     leaf = c.spec.action_leaves[0]
     is_float, maximum = leaf.dtype.kind == "f", np.max(leaf.limits[1], initial=1)
-    allows_all = leaf.is_encoded or leaf.dtype.kind == "b"
+    allows_all = leaf.is_encoded or leaf.dtype.kind == "b" or not leaf.nbytes
     if allows_all or (not is_float and maximum == np.iinfo(leaf.dtype).max):
         raise SkipRule("the action space allows every value that can be encoded")
     c.expect_error(

@@ -118,10 +118,12 @@ def _render(demo: Demo, messages: list[str]) -> Group:
     head.append(f"faults: {demo.num_faults:,}, ", "bold")
     head.append(f"mean return {row.get('mean_return', 0):.1f}", "bold")
     marks = Text()
+    half = len(absent) // 2
     for index, is_absent in enumerate(absent.tolist()):
-        if index * 2 % len(absent) == 0:
-            marks.append(f"\nserver {1 + index * 2 // len(absent)} ")
+        if index in (0, half):
+            marks.append(f"\nserver {1 + index // half} ")
         marks.append(" ." if is_absent else " #", "dim" if is_absent else "green")
     names = demo.controls.items()
     keys = ", ".join(f"{name[0]} {label}" for name, (label, _) in names)
-    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *messages[-5:])
+    lines = map(Text, messages[-5:])
+    return Group(head, marks, "", Text(f"{keys}, q Quit", "dim"), *lines)

@@ -138,9 +138,10 @@ def _resources() -> Iterator[_Finding]:
     from envserve.slab import anonymous_file
 
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    is_low = resource.RLIM_INFINITY != limit < 4096
+    is_limited = limit != resource.RLIM_INFINITY
+    text = f"at most {limit}" if is_limited else "no limit"
     remedy = "allow 4096: ulimit -n, LimitNOFILE= or docker run --ulimit nofile="
-    yield _finding("open files", f"at most {limit}", remedy if is_low else "")
+    yield _finding("open files", text, remedy if is_limited and limit < 4096 else "")
     cores, total = num_cores(), os.cpu_count()
     reason = "" if cores == total else ", limited by a quota or CPU pinning"
     yield _finding("cores", f"{cores} of {total} for workers{reason}")
@@ -198,12 +199,15 @@ def _keys() -> _Finding:
     try:
         folder = KeyFolder()
         keys = {role: folder.key(role) for role in ("client", "server")}
+        folder.clients.read()  # `grants` would only log an error
         num_clients = len(folder.clients.grants(time.time()))
+        num_servers = len(folder.pinned_addresses)
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
     existing = " and ".join(f"a {role} key" for role, key in keys.items() if key)
     text = f"{display_path(folder.path)}: {existing or 'no key yet'}"
-    return _finding("keys", f"{text}; authorised clients: {num_clients}")
+    counts = f"authorised clients: {num_clients}; known servers: {num_servers}"
+    return _finding("keys", f"{text}; {counts}")
 
 
 def _renderer(name: str) -> _Finding:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from envserve.cli.options import (
     Import,
     Insecure,
@@ -12,6 +14,7 @@ from envserve.cli.options import (
 )
 from envserve.cli.terminal import fail
 from envserve.errors import EnvserveError
+from envserve.text import counted
 
 
 def envs(
@@ -30,13 +33,19 @@ def envs(
     from envserve.envs.registry import offered_names
 
     import_from_here(import_)
+    num_omitted = 0
     try:
         if address is None:
             names = offered_names(None, import_ or ())
         else:
             address = address_of(address)
-            names = request_welcome(address, timeout, insecure=insecure).env_names
+            welcome = request_welcome(address, timeout, insecure=insecure)
+            names = welcome.env_names
+            num_omitted = welcome.num_names - len(names)
     except EnvserveError as error:
         fail(error)
     for name in names:
         print(name)
+    if num_omitted > 0:
+        text = f"the server offers {counted(num_omitted, 'more name')}"
+        print(f"{text}, but its replies list at most {len(names):,}", file=sys.stderr)

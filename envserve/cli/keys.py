@@ -127,30 +127,40 @@ def complete_addresses(values: list[str], *, may_be_any: bool = False) -> list[s
 
     Args:
       values: Values of --at.
-      may_be_any: Whether the host `*`, which matches all hosts, and ray:// addresses
-        are allowed.
+      may_be_any: Whether hosts with `*`, which match several hosts, and ray://
+        addresses are allowed.
 
     Raises:
       CodecError: An address is invalid, or clients cannot connect to it.
     """
+    from envserve import ray
     from envserve.address import complete_address
 
+    addresses = []
     try:
-        addresses = [
-            v if v.startswith("ray://") else complete_address(v) for v in values
-        ]
+        for value in values:
+            if value.startswith("ray://"):
+                ray.parse(value)
+                addresses.append(value)
+            else:
+                addresses.append(complete_address(value))
     except AddressError as error:
         raise CodecError(f"--at: {error}") from None
-    wildcards = ("0.0.0.0", "[::]", *(() if may_be_any else ("*", "ray")))
     for value, address in zip(values, addresses, strict=True):
-        host = address.removeprefix("tcp://").rpartition(":")[0]
         if not _PLAIN.fullmatch(address):
             raise CodecError(
                 f"--at: expected the address of one server, with a host of ASCII "
                 f"letters, digits and . _ - or an IP address; got {value!r:.200}; "
                 f"repeat --at for several addresses"
             )
-        if address.startswith("ipc://") or host in wildcards:
+        scheme, _, rest = address.partition("://")
+        host = rest.rpartition(":")[0]
+        is_any = scheme == "ray" or "*" in host
+        if (
+            scheme == "ipc"
+            or host in ("0.0.0.0", "[::]")
+            or (is_any and not may_be_any)
+        ):
             raise CodecError(
                 f"--at: expected the tcp:// address at which clients reach the server; "
                 f"got {value!r:.200}"

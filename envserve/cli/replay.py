@@ -115,6 +115,7 @@ def _debug(repro: Repro) -> bool:
         raise EnvStartError(f"the env cannot be built: {reason}") from error
     last = len(repro.played.actions[0])
     is_raised = repro.end.status is Status.ENV_ERROR and not repro.end.is_violation
+    has_stopped = False  # whether the debugger was opened before the last step
     # A stranger may have put a file .pdbrc into the working directory, too.
     debugger = Pdb(readrc=False)
     with contextlib.suppress(OSError, RuntimeError, UnicodeError):
@@ -127,7 +128,9 @@ def _debug(repro: Repro) -> bool:
         return result
 
     def on_action(number: int) -> None:
+        nonlocal has_stopped
         if number == last and not is_raised:
+            has_stopped = True
             print("The last step follows: n runs a line, s enters a call.")
             env.intercept_calls(step)
 
@@ -137,10 +140,10 @@ def _debug(repro: Repro) -> bool:
         return True
     except Exception as error:
         print(printable("".join(traceback.format_exception(error))), file=sys.stderr)
-        if is_raised:
+        if not has_stopped:
             debugger.reset()
             debugger.interaction(None, error.__traceback__)
         return True
     finally:
         env.close()
-    return not is_raised
+    return has_stopped

@@ -121,7 +121,8 @@ def start(
     if on is not None:
         flags = given.words("binds", "config", "on", "resources", "servers", "scale_to")
         flags = [*map(with_absolute_path, flags)]
-        return _serve_on_ray(flags, on, servers, scale_to, resources)
+        grace = fields.get("drain_grace_seconds", 0.0)
+        return _serve_on_ray(flags, on, servers, scale_to, resources, grace)
     if servers > 1 or resources is not None or scale_to is not None:
         flag = "--servers" if servers > 1 else "--resources"
         flag = flag if scale_to is None else "--scale-to"
@@ -229,7 +230,12 @@ def _start_code(error: Exception) -> int:
 
 
 def _serve_on_ray(
-    options: list[str], on: str, number: int, scale_to: int | None, resources: Any
+    options: list[str],
+    on: str,
+    number: int,
+    scale_to: int | None,
+    resources: Any,
+    drain_grace: float,
 ) -> int:
     """Run servers on a Ray cluster until a signal arrives, then drain them."""
     from envserve.ray import EnvServers, scale_down
@@ -241,7 +247,10 @@ def _serve_on_ray(
             if not number:
                 print(f"envserve: {scale_to} servers are left on {name}")
                 return 0
-        with EnvServers(number, options, resources=resources, address=name) as servers:
+        with contextlib.ExitStack() as stack:
+            servers = EnvServers(number, options, resources=resources, address=name)
+            # Servers that are still draining after this time are killed.
+            stack.callback(servers.stop, 60.0 + drain_grace)
             for signum in stop_signals():
                 signal.signal(signum, lambda *_: sys.exit(0))
             print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)

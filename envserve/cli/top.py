@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta
 
 from envserve.cli.options import THIS_HOST, Addresses, Insecure
 from envserve.cli.status import tables
 from envserve.cli.terminal import console, fail, keyboard
+
+#: Maximum seconds to wait for replies: a silent server delays the view, q and Ctrl-C.
+_TIMEOUT_SECONDS: Final = 2.0
 
 
 def top(
@@ -45,7 +48,7 @@ def top(
         ):
             has_ended = False
             while not has_ended:
-                poll_servers(monitored, interval)
+                poll_servers(monitored, min(interval, _TIMEOUT_SECONDS))
                 view = tables(monitored, screen.width)
                 if live.is_started:
                     live.update(view, refresh=True)

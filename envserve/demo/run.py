@@ -95,7 +95,8 @@ class Demo:
         with contextlib.ExitStack() as stack:
             self.servers = []
             for index in range(_NUM_SERVERS):
-                options = env, "--step-timeout", "1", "--workers", "2"
+                options = [env, "--step-timeout", "1", "--workers", "2"]
+                options += ["--envs-per-worker", str(max(64, num_envs))]
                 self.servers.append(DemoServer(folder / f"server{index}", *options))
                 stack.callback(self.servers[-1].close)
             for server in self.servers:

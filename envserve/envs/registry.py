@@ -112,15 +112,16 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
         known = set(gymnasium.registry)
         module = _import_module(module_name)
         if module_name not in _names_by_module:
-            new = tuple(key for key in gymnasium.registry if key not in known)
-            # Another module may have imported this one already.
+            new = [key for key in gymnasium.registry if key not in known]
+            # Another module may have imported this one already, and this one may have
+            # replaced envs of other modules.
             stem = Path(module_name.removesuffix(".py")).name
-            own = (
+            own = sorted(
                 key
                 for key in known
                 if f"{user_envs.module_of(key)}.".startswith(f"{stem}.")
             )
-            _names_by_module[module_name] = new or tuple(sorted(own))
+            _names_by_module[module_name] = (*new, *own)
         if name:
             names.append(_register(reference, module, name))
         else:

@@ -40,10 +40,13 @@ Role = Literal["server", "client"]
 def unknown_server_text(address: str) -> str:
     """Return the error message for a server whose key is not pinned."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
+    remedy = f'"envserve invite NAME --at {address}" on {host} and "envserve join" here'
+    if address.startswith("ray://"):
+        command = f'"envserve keys make DIR server NAME --at {address}"'
+        remedy = f"{command}, and copy the key folders to the nodes and to this host"
     return (
         f"{address}: no key of this server is known here, so its identity cannot be "
-        f'checked; run "envserve invite NAME --at {address}" on {host} and "envserve '
-        f'join" here'
+        f"checked; run {remedy}"
     )
 
 

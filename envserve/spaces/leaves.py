@@ -259,7 +259,10 @@ def _max_row_bytes(space: Any, kind: str, parts: Iterable[Iterable[Leaf]]) -> in
     holds `_NUM_ITEMS` items and has at least 4 KiB.
     """
     sizes = [
-        sum(_HEADER_BYTES + len(x.path) + 8 * len(x.shape) + x.nbytes for x in part)
+        sum(
+            _HEADER_BYTES + len(x.path.encode()) + 8 * len(x.shape) + x.nbytes
+            for x in part
+        )
         for part in parts
     ]
     size: int

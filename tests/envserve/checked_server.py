@@ -64,7 +64,7 @@ class Envs(FakePool):
         if self.has_ended[row] and self.config.autoreset == "next_step":
             return self._reset(row)
         self.count[row] += 1
-        rows.reward[row] = rows.action[0][row]
+        rows.reward[row] = rows.action[0][row].sum()
         rows.observation[0][row] = self.count[row], draws.random()
         if draws.random() < 0.1:
             self.end_episode(row)

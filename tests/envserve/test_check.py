@@ -6,14 +6,18 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from envserve.check.probe_client import ServerUnderTest
 from envserve.check.rules import RULES
 from envserve.cli.app import PROGRAM
 from envserve.errors import ConnectError
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.constants import ErrorCode
 from tests.command_line import Result, invoke
 from tests.envserve.broken_servers import (
@@ -21,7 +25,7 @@ from tests.envserve.broken_servers import (
     ClipsActions,
     StopsAfterABadEncoding,
 )
-from tests.envserve.checked_server import MemoryLink, Server, findings
+from tests.envserve.checked_server import Envs, MemoryLink, Server, findings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -31,6 +35,22 @@ def test_a_correct_server_passes_all_rules() -> None:
     found = list(findings(server))
     assert {(f.outcome, f.why) for f in found} == {("ok", "")}
     assert not server.pools
+
+
+@pytest.mark.parametrize(
+    "action_space", [spaces.Tuple(()), spaces.Box(-1, 1, (0,), np.float32)]
+)
+def test_a_correct_server_passes_if_actions_have_no_values(
+    action_space: spaces.Space[Any],
+) -> None:
+    class Passive(Envs):
+        spec = EnvSpec("Fake-v0", Envs.spec.observation_space, action_space)
+
+    class PassiveServer(Server):
+        envs = Passive
+
+    found = [f for f in findings(PassiveServer()) if f.outcome != "ok"]
+    assert [(f.name, f.outcome) for f in found] == [("bad_actions", "skipped")]
 
 
 @pytest.mark.parametrize("broken", DEFECTS, ids=lambda kind: kind.__name__)

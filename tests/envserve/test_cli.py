@@ -202,6 +202,19 @@ def test_envs_lists_the_names_of_a_server_or_of_this_host(
     assert {"CartPole-v1", "envserve/Ledger-v0"} <= set(result.stdout.split())
 
 
+def test_envs_reports_names_that_the_server_has_omitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    welcome = make_welcome(env_names=("A-v0", "B-v0"), num_names=1202)
+    name = "envserve.client.link.sessionless_requests.request_welcome"
+    monkeypatch.setattr(name, lambda *_, **__: welcome)
+    result = invoke(ENVSERVE, ["envs", "127.0.0.1"])
+    assert (result.exit_code, result.stdout) == (0, "A-v0\nB-v0\n")
+    assert result.stderr == (
+        "the server offers 1,200 more names, but its replies list at most 2\n"
+    )
+
+
 def test_modules_of_the_working_directory_can_be_imported(tmp_path: Path) -> None:
     (tmp_path / "my_envs.py").write_text(
         "import gymnasium\n"

@@ -6,18 +6,25 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from envserve.cli.app import PROGRAM
 from envserve.demo.run import Demo
+from envserve.demo.servers import DemoServer
 from envserve.demo.tcp_proxy import TcpProxy
 from envserve.errors import EnvserveError, ServerError, SpaceError, UnknownEnv
+from tests.command_line import invoke
 from tests.leak_checks import left_processes, running_processes
 
 #: All processes exit immediately, but a loaded machine may delay that.
@@ -66,6 +73,59 @@ def test_an_unsupported_env_raises_before_anything_is_started(
     with pytest.raises(error, match=text):
         Demo(env, 2, tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_each_server_has_room_for_its_envs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Server(DemoServer):
+        def __init__(self, _: Path, *options: str) -> None:
+            raise ServerError(" ".join(options))
+
+    monkeypatch.setattr("envserve.demo.run.DemoServer", Server)
+    with pytest.raises(ServerError, match="--envs-per-worker 300"):
+        Demo("CartPole-v1", 300, tmp_path)
+
+
+def test_the_terminal_shows_the_rows_of_both_servers_and_messages_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_pressed, has_ended = threading.Event(), threading.Event()
+    presses = ["w"]
+
+    def act() -> str:
+        is_pressed.set()
+        return "killed"
+
+    @contextlib.contextmanager
+    def keyboard() -> Iterator[Callable[[float], str]]:
+        def wait(_: float) -> str:
+            if presses:
+                return presses.pop()
+            assert is_pressed.wait(END_SECONDS)
+            has_ended.set()
+            return ""
+
+        yield wait
+
+    demo = mock.MagicMock(
+        metrics={"demo_wrong": 0, "rows_checked": 7},
+        num_faults=0,
+        controls={"worker": ("Kill [/]", act)},
+        has_ended=has_ended,
+    )
+    demo.__enter__.return_value = demo
+    demo.absent_rows.return_value = np.array([False, True, False, False, False])
+    monkeypatch.setattr("envserve.demo.run.Demo", lambda *_: demo)
+    monkeypatch.setattr("envserve.cli.demo.keyboard", keyboard)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        result = invoke(PROGRAM, ["demo", "--terminal", "--num-envs", "5"])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert {"server 1  # .", "server 2  # # #", "Kill [/] ..."} <= {*lines}
 
 
 @pytest.fixture

@@ -49,7 +49,8 @@ def test_findings_of_a_host_without_problems() -> None:
     assert "gymnasium 1." in found["packages"]["text"]
     assert "libzmq 4." in found["packages"]["text"]
     assert "not installed: " in found["extras"]["text"]
-    assert "a client key; authorised clients: 0" in found["keys"]["text"]
+    text = found["keys"]["text"]
+    assert "a client key; authorised clients: 0; known servers: 0" in text
     assert found["none-such"]["text"] == "not installed"
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 
@@ -102,6 +103,16 @@ def test_low_limits_of_open_files_cores_and_memory_are_reported(
     assert "or raise the limit" in found["memory"]["remedy"]
 
 
+def test_an_infinite_limit_of_open_files_is_not_shown_as_a_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit = resource.RLIM_INFINITY
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, limit))
+    _, found = examine()
+    assert found["open files"]["text"] == "no limit"
+    assert found["open files"]["level"] == "ok"
+
+
 def test_without_proc_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     exists = os.path.exists
     monkeypatch.setattr(
@@ -132,6 +143,15 @@ def test_keys_that_others_can_read_or_change_fail(at_home: Path) -> None:
     code, found = examine()
     assert (code, found["keys"]["level"]) == (1, "fail")
     assert "chmod 700" in found["keys"]["text"]
+
+
+@pytest.mark.parametrize("name", ["clients", "servers"])
+def test_a_damaged_list_of_keys_fails(at_home: Path, name: str) -> None:
+    (at_home / name).write_text("ci damaged\n")
+    (at_home / name).chmod(0o600)
+    code, found = examine()
+    assert (code, found["keys"]["level"]) == (1, "fail")
+    assert f"{name}, line 1: expected" in found["keys"]["text"]
 
 
 def test_an_error_of_the_system_fails_one_check_and_the_others_continue(

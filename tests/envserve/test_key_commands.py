@@ -70,6 +70,11 @@ def test_invite_prints_a_line_and_writes_a_grant(run: Run, home: Path) -> None:
     )
 
 
+def test_a_host_may_be_named_ray(run: Run) -> None:
+    result = run("invite", "ci", "--at", "ray", "--stdout")
+    assert Invitation.parse(result.stdout).addresses == ("tcp://ray:5555",)
+
+
 def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -> None:
     result = run("invite", "trainer-1", *AT)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -105,6 +110,9 @@ def test_invite_requires_a_terminal_or_the_stdout_option(run: Run, home: Path) -
         (("ci", "--at", "häuschen"), "a host of ASCII letters"),
         (("ci", "--at", "sim#1"), "got 'sim#1'; repeat --at"),
         (("ci", "--at", "tcp://0.0.0.0:5555"), "at which clients reach the server"),
+        (("ci", "--at", "sim*"), "--at: expected the tcp:// address"),
+        (("ci", "--at", "ray://lab/sims"), "--at: expected the tcp:// address"),
+        (("ci", "--at", "ray://lab"), "--at: expected ray://namespace/name"),
         (("ci", *AT, "--max-envs", "x"), "Error: max-envs: expected an int; got 'x'\n"),
         (("ci", *AT, "--envs", "A #"), "envs"),
         (("ci", *AT, "--envs", "A,"), "envs"),

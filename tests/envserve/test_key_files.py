@@ -345,6 +345,8 @@ def test_a_client_has_keys_only_for_servers_that_it_joined(folder: KeyFolder) ->
         'cannot be checked; run "envserve invite NAME --at tcp://sim1:5555" on sim1 '
         'and "envserve join" here'
     )
+    with pytest.raises(ConnectError, match="keys make DIR server NAME --at ray://lab/"):
+        folder.keys_for(NamedAddress("tcp://10.0.0.7:5555", "ray://lab/sims"))
     assert not folder.path.exists()
     folder.add_pin(["tcp://sim1:5555"], b"s" * 32, "ci")
     found = folder.keys_for("tcp://sim1:5555")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import envserve.ray
 from envserve.cli.app import PROGRAM
-from envserve.errors import AddressError
+from envserve.errors import AddressError, ServerError
 from envserve.keys.key_folder import KeyFolder
+from envserve.python_process import stop_signals
 from envserve.text import install_command
 
 NEEDED = f"Ray is not installed; run {install_command('ray')}"
@@ -165,3 +168,40 @@ def test_keys_can_be_made_for_a_ray_address(tmp_path: Path) -> None:
     server = KeyFolder(tmp_path / "server").key("server")
     assert server is not None
     assert KeyFolder(tmp_path / "gpu1").pinned_key("ray://lab/sims") == server.public
+
+
+def test_an_address_of_keys_needs_namespace_and_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "keys")
+    with pytest.raises(SystemExit) as ending:
+        PROGRAM.main(["keys", "make", folder, "server", "--at", "ray://envs"])
+    assert ending.value.code == 2
+    text = "Error: --at: expected ray://namespace/name; got 'ray://envs'\n"
+    assert capsys.readouterr().err == text
+    assert not any(tmp_path.iterdir())
+
+
+def test_resources_that_ray_rejects_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = mock.Mock(**{"util.list_named_actors.return_value": []})
+    ray.exceptions.RayError = OSError
+    ray.remote.side_effect = ValueError("the number of CPUs is negative")
+    monkeypatch.setattr(envserve.ray, "connect_to_cluster", lambda: ray)
+    with pytest.raises(ServerError, match="ray://default/envs: the number of CPUs is"):
+        envserve.ray.EnvServers(1, resources={"CPU": -1})
+
+
+def test_servers_may_drain_for_the_whole_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = mock.MagicMock()
+    servers.__enter__.return_value = servers
+    servers.addresses.side_effect = AddressError("no server is ready")
+    monkeypatch.setattr(envserve.ray, "EnvServers", lambda *_, **__: servers)
+    handlers = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        assert start("--on", "ray", "--drain-grace", "300") == 2
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    servers.stop.assert_called_once_with(360.0)

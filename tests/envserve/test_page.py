@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import queue
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +27,7 @@ from envserve.monitoring.observer import Observer
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from envserve.monitoring.page.serve import finish_page, page_process, page_server
+from envserve.wire.sockets import raise_file_limit
 from tests.command_line import invoke
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, Events, served
 from tests.envserve.page_fakes import FakeObserver, FakeServerState
@@ -231,6 +235,16 @@ def test_browsers_receive_the_state_of_servers_and_run(
         assert state["status"]["faults"] == {"WORKER_DIED": 2, "TIMEOUT": 1}
         (lease,) = state["status"]["leases"]
         assert [each[2] for each in lease["episodes"]] == [21.0, 22.0]
+
+
+def test_a_run_in_the_working_directory_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("metrics.jsonl").write_text('{"steps": 1}\n')
+    build = build_over(FakeServerState(), Path())
+    with served(build) as url, Browser(url).events() as events:
+        assert events.until("run")["name"] == tmp_path.name
 
 
 @pytest.mark.parametrize(
@@ -441,6 +455,22 @@ def test_a_page_process_serves_errors_and_ends_when_its_stdin_is_closed(
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(TIMEOUT_SECONDS) == 0
+
+
+def test_a_page_process_starts_while_many_files_are_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", "print('page: http://sim1')"]
+    monkeypatch.setattr(
+        "envserve.monitoring.page.serve.main_command", lambda *_: command
+    )
+    raise_file_limit()
+    with contextlib.ExitStack() as stack:
+        for _ in range(1024):
+            stack.callback(os.close, os.dup(0))
+        process, url = page_process([], tmp_path)
+        with process:
+            assert url == "http://sim1"
 
 
 @pytest.fixture

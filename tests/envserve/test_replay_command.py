@@ -282,6 +282,18 @@ def test_the_debugger_opens_where_an_exception_was_raised(filmy: Path) -> None:
     assert "(8, 1)" in text
 
 
+def test_the_debugger_opens_where_an_earlier_step_raises(
+    filmy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repro = filmy_repro("raise", end=HUNG)
+    (actions,) = repro.played.actions
+    actions[2] = 1  # the third of eight actions
+    code, text = debug(monkeypatch, repro, "up", "p self._steps", "q")
+    assert code == 0
+    assert "RuntimeError: the simulator lost its balance" in text
+    assert "(Pdb) 3\n" in text
+
+
 @pytest.mark.parametrize("options", [(), ("--pdb",)])
 def test_text_in_a_repro_file_is_escaped(filmy: Path, options: tuple[str, ...]) -> None:
     text = "\x1b[2J\u202e\x07"

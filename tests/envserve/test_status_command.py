@@ -11,6 +11,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -276,6 +277,9 @@ def test_top_prints_a_table_per_interval_if_stdout_cannot_be_redrawn(
         yield wait
 
     monkeypatch.setattr(top, "keyboard", keys)
+    patient = partial(poll_servers, timeout_seconds=20.0)
+    name = "envserve.monitoring.server_monitor.poll_servers"
+    monkeypatch.setattr(name, lambda servers, _: patient(servers))
     with servers(tmp_path, 1) as running:
         words = ["top", "--interval", "20", *running.addresses]
         result = invoke(PROGRAM, words)
@@ -283,6 +287,20 @@ def test_top_prints_a_table_per_interval_if_stdout_cannot_be_redrawn(
     assert result.stdout.count("steps/s") == 3
     assert result.stdout.count("1,000 ") == 2  # the first table cannot show a speed
     assert waits == [20.0] * 3
+
+
+def test_top_does_not_wait_a_long_interval_for_a_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeouts: list[float] = []
+
+    def poll(_: list[MonitoredServer], timeout_seconds: float) -> None:
+        timeouts.append(timeout_seconds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("envserve.monitoring.server_monitor.poll_servers", poll)
+    result = invoke(PROGRAM, ["top", "--interval", "1000", f"ipc://{tmp_path}/silent"])
+    assert (result.exit_code, timeouts) == (0, [2.0])
 
 
 def test_top_exits_at_once_if_no_host_can_be_resolved() -> None:

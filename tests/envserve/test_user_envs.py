@@ -208,6 +208,16 @@ def test_a_file_provides_its_envs_after_another_file_has_imported_it(
     assert import_env_modules(["walk_package"]) == ("Far-v0",)
 
 
+def test_a_file_also_provides_the_registered_envs_that_it_replaces(
+    walk_file: str,
+) -> None:
+    with open(walk_file, "a") as file:
+        file.write('gymnasium.register("Small-v0", "walk_file:Small")\n')
+    gymnasium.register("Walk-v0", "gymnasium.envs.classic_control:CartPoleEnv")
+    with pytest.warns(UserWarning, match="Overriding environment Walk-v0"):
+        assert set(import_env_modules([walk_file])) == {"Small-v0", "Walk-v0"}
+
+
 def test_a_server_offers_only_the_envs_that_its_operator_names(
     walk_file: str,
 ) -> None:

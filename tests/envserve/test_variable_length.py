@@ -104,6 +104,7 @@ def test_rows_are_as_long_as_the_longest_value_needs() -> None:
         (Text(1000), "x" * 1000),
         (Text(500, charset="aß🙂"), "🙂" * 500),
         (OneOf([Text(2), Box(0, 1, (40, 50), np.uint8)]), (1, np.ones((40, 50), "u1"))),
+        (OneOf([Dict({"速度" * 50: Discrete(2)})]), (0, {"速度" * 50: np.int64(1)})),
     ):
         leaf = leaf_of(space)
         encode_row(leaf, longest)

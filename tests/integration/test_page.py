@@ -122,6 +122,22 @@ def test_the_page_fits_the_screen_and_contains_text(page: Page) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= width["width"]
 
 
+def test_the_chart_of_returns_moves_while_the_last_returns_are_equal(
+    page: Page,
+) -> None:
+    shown = page.evaluate(
+        """() => {
+          const shown = [...Array(300).keys()].map((index) => Math.min(index, 250));
+          return [shown, [...shown.slice(1), 250]].map((returns) => {
+            episodes = returns;
+            drawCharts();
+            return $("#episodes svg").innerHTML;
+          });
+        }"""
+    )
+    assert shown[0] != shown[1]
+
+
 def test_an_env_that_does_not_render_is_shown_as_a_card(page: Page) -> None:
     card = page.locator(".tile").last
     card.scroll_into_view_if_needed()

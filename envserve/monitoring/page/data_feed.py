@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import secrets
 import threading
 import time
@@ -395,6 +396,7 @@ class _MetricsTail:
 
     def summary(self) -> dict[str, Any]:
         """Return a dict of the run's name, latest row, error, and curves."""
-        name = one_line(self._path.parent.name)
+        folder = os.path.abspath(self._path.parent)  # for the name of "."
+        name = one_line(os.path.basename(folder))
         error = one_line(self._read_error or self._line_error)
         return {"name": name, "row": self._row, "error": error, **self._points}

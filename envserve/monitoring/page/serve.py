@@ -119,7 +119,9 @@ def page_process(
         start_new_session=True,
     )
     assert process.stdout is not None
-    ready = select.select([process.stdout], [], [], _START_SECONDS)[0]
+    poller = select.poll()  # unlike `select`, it accepts descriptors above 1023
+    poller.register(process.stdout, select.POLLIN)
+    ready = poller.poll(_START_SECONDS * 1000)
     url = process.stdout.readline().rpartition(" ")[2].strip() if ready else ""
     if not url:
         process.kill()
