@@ -32,12 +32,25 @@ def make_vec(
       env: Registered name.
       max_episode_steps: Maximum number of steps per episode; passed to the env if it
         differs from the registered value.
-      **kwargs: Options of `envserve.make_vec`, and arguments of the env.
+      **kwargs: Options of `envserve.make_vec`, and arguments of the env. Arguments that
+        equal the registered ones are not passed to the env, because a server may reject
+        them.
     """
     registered = gymnasium.registry.get(env)
-    if registered is not None and max_episode_steps == registered.max_episode_steps:
-        max_episode_steps = None
+    if registered is not None:
+        if max_episode_steps == registered.max_episode_steps:
+            max_episode_steps = None
+        for name, value in registered.kwargs.items():
+            if name in kwargs and _are_equal(kwargs[name], value):
+                del kwargs[name]
     return _make_vec(env, max_episode_steps=max_episode_steps, **kwargs)
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except ValueError:  # the values contain arrays
+        return False
 
 
 def __getattr__(name: str) -> Callable[..., VectorEnv]:

@@ -223,7 +223,10 @@ class BatchVecEnv(VecEnv):
 
         Servers must expose `has_wrapper_attr` for this.
         """
-        return all(self.env_method("has_wrapper_attr", attr_name))
+        try:
+            return all(self.env_method("has_wrapper_attr", attr_name))
+        except AttributeError:  # vector envs, for example, have no such method
+            return bool(super().has_attr(attr_name))
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
         """Return the values of an attribute of the selected envs, one per env.

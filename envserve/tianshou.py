@@ -79,18 +79,17 @@ class BatchVectorEnv(BaseVectorEnv):
         Returns:
           Observations and infos, in the order of `env_id`.
         """
-        if self.batch.num_in_flight:  # Ctrl-C has interrupted a step, for example
-            self.batch.drain()
+        self._cancel_step()
         rows = self._wrap_id(env_id)
         indices = None if env_id is None else rows
         seeds = [kwargs.get("seed")] * len(rows)
         observation = self.batch.reset(indices, seeds, options=kwargs.get("options"))
         infos = [dict(self.batch.reset_infos.get(int(row), {})) for row in rows]
-        stacked = self._stack(observation, np.arange(len(rows)))
-        return self._store_observations(rows, stacked), np.array(infos)
+        return self._store_first_observations(rows, observation), np.array(infos)
 
     def step(self, action: Any, id: Any = None) -> tuple[Any, ...]:
         """Step the selected envs; return transitions and infos in the order of `id`."""
+        self._cancel_step()
         rows = self._wrap_id(id)
         order = np.argsort(np.argsort(rows))
         self.batch.send(np.asarray(action), rows, together=True)
@@ -121,9 +120,9 @@ class BatchVectorEnv(BaseVectorEnv):
         """
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
-            if self.batch.num_in_flight:
-                self.batch.drain()
-            self.batch.reset(seeds=list(seeds))
+            self._cancel_step()
+            observation = self.batch.reset(seeds=list(seeds))
+            self._store_first_observations(range(self.env_num), observation)
             for space, each in zip(self._action_spaces, seeds, strict=True):
                 space.seed(each)
         return [[item] for item in seeds or [None] * self.env_num]
@@ -136,6 +135,15 @@ class BatchVectorEnv(BaseVectorEnv):
         """Close all envs."""
         self.is_closed = True
         self.batch.close()
+
+    def _cancel_step(self) -> None:
+        """Discard the step in flight, if Ctrl-C has interrupted a call of `step`."""
+        if self.batch.num_in_flight:
+            self.batch.cancel_step()
+
+    def _store_first_observations(self, rows: Any, observation: Any) -> Array:
+        stacked = self._stack(observation, np.arange(len(rows)))
+        return self._store_observations(rows, stacked)
 
     def _store_observations(self, rows: Any, observations: Array) -> Array:
         for row, observation in zip(rows, observations, strict=True):

@@ -378,7 +378,11 @@ def _spec_of(env: EnvLike, kwargs: Mapping[str, Any], **changes: Any) -> EnvSpec
     spec = gymnasium.registry.get(env) if isinstance(env, str) else env
     if not isinstance(spec, EnvSpec):
         return None
-    changes["kwargs"] = {k: v for k, v in kwargs.items() if v not in (None, ())}
+    # Check the type of a value before its length: comparing a NumPy number with ()
+    # returns an empty array, which has no truth value.
+    changes["kwargs"] = {
+        k: v for k, v in kwargs.items() if v is not None and (type(v) is not tuple or v)
+    }
     changes["additional_wrappers"] = ()  # workers apply those of the registered spec
     if spec is env:  # keep its entry point: the spec's name may not be registered
         changes = {"kwargs": {**spec.kwargs, **changes["kwargs"]}}

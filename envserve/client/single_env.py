@@ -84,7 +84,7 @@ class Env(gymnasium.Env[Any, Any]):
     # or on the server.
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Return whether the env or one of its wrappers has an attribute."""
+        """Return whether `get_wrapper_attr` can return an attribute."""
         try:
             self.get_wrapper_attr(name)
         except AttributeError:
@@ -95,8 +95,9 @@ class Env(gymnasium.Env[Any, Any]):
         """Return an attribute of the env or one of its wrappers.
 
         Raises:
-          AttributeError: There is no such attribute, or a server does not expose it.
-          CallError: The value cannot be sent.
+          AttributeError: There is no such attribute, its value cannot be sent, or a
+            server does not expose it.
+          CallError: The env raised another error.
         """
         if name in _OWN_ATTRIBUTES:
             return getattr(self, name)

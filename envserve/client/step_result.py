@@ -81,7 +81,10 @@ def _shape_of(value: Any) -> str:
         return f"{{{', '.join(parts)}}}"
     if isinstance(value, np.ndarray) and value.dtype != object:
         return f"{value.dtype}{[*value.shape]}"
-    if isinstance(value, tuple):
+    # The parts of a batch of Tuples are batches. Other tuples have one value per row.
+    if isinstance(value, tuple) and all(
+        isinstance(part, np.ndarray | Mapping | tuple) for part in value
+    ):
         return f"({', '.join(map(_shape_of, value))})"
     return f"{len(value)} values"
 

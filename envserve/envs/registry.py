@@ -286,7 +286,8 @@ def make_env(
             env = _call(functools.partial(env_creator_of(spec), **kwargs), name)
             env = gymnasium.wrappers.TimeLimit(env, limit) if limit > 0 else env
         else:
-            env = gymnasium.make(spec, disable_env_checker=True, **kwargs)
+            # As in Gymnasium, the arguments may contain `disable_env_checker`.
+            env = gymnasium.make(spec, **{**kwargs, "disable_env_checker": True})
     except DependencyNotInstalled as error:
         if not (install := _install_command(error)):
             raise

@@ -299,8 +299,9 @@ class Launcher:
         self._num_forks += 1
         channel = Channel(own_end, selector, selector_data)
         process = WorkerProcess(self, self._num_forks, channel, worker_end)
-        self._pending[process.fork_number] = process
+        # In this order, an interrupt leaves no request pending that was never sent.
         self._send({"fork": process.fork_number}, worker_end)
+        self._pending[process.fork_number] = process
         return process
 
     @property

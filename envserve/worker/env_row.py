@@ -119,7 +119,6 @@ class EnvRow:
         complete_reset_signature(env, needs_seed=request.seeded)
         self.step = self._first_step  # type: ignore[method-assign]  # first call only
         self._env = env
-        self._step_env = self._env.step
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
         self._initial_seed = self.seed if request.seeded else None
@@ -198,7 +197,7 @@ class EnvRow:
         if self._needs_reset and self.autoreset == "next_step":
             return 0.0, False, False, self._begin_episode(is_autoreset=True)
         try:
-            observation, reward, terminated, truncated, info = self._step_env(action)
+            observation, reward, terminated, truncated, info = self._env.step(action)
             is_over = terminated or truncated
         except (TypeError, ValueError) as error:
             violation = step_result_violation(error)
@@ -337,7 +336,6 @@ class EnvRow:
         for name in ("reset", "step"):
             method = getattr(self.inner_env, name)
             setattr(self.inner_env, name, functools.partial(call, method))
-        self._step_env = self._env.step
 
     def close(self) -> None:
         """Close the env if it was built; suppress its exceptions."""

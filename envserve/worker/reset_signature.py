@@ -31,7 +31,10 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
         passes.
     """
     if isinstance(env, gymnasium.Wrapper):
-        complete_reset_signature(env.env, needs_seed=needs_seed)
+        # Gymnasium's wrappers pass the seed on. Other wrappers may seed the env.
+        module = str(getattr(type(env).reset, "__module__", ""))
+        passes_seed = module.startswith("gymnasium.")
+        complete_reset_signature(env.env, needs_seed=needs_seed and passes_seed)
     parameters = parameters_of(env.reset)
     if parameters is None or any(
         param.kind is param.VAR_KEYWORD for param in parameters.values()

@@ -196,6 +196,10 @@ class VectorBlock:
                     batch: Any = create_empty_array(space, len(observations))
                     finals = concatenate(space, observations, batch)
                 self._write_observation(rows.final_observation, finals, ended)
+                if self._config.autoreset == "disabled":
+                    # The caller will reset these rows: hide the new episodes.
+                    for final, last in self._final_and_last:
+                        last[ended] = final[ended]
             else:
                 for final, last in self._final_and_last:
                     final[ended] = last[ended]
@@ -244,13 +248,14 @@ class VectorBlock:
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
+        is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
         for row in [] if reported is None else reported.nonzero()[0].tolist():
             info, reset_info = _row_info(infos, row, size), _row_info(begun, row, size)
             if self._resets_itself and ended[row]:
                 info, reset_info = _row_info(finals, row, size), info
-            if ended[row] and (reset_info or "reset_info" in info):
+            if is_same_step and ended[row] and (reset_info or "reset_info" in info):
                 info["reset_info"] = reset_info
             if info:
                 by_row[self.rows[row]] = info

@@ -33,12 +33,12 @@ class RepeatAction(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(env)
         self._num_repeats = num_repeats
 
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step the env `num_repeats` times, and return the sum of the rewards."""
-        total: Any = 0.0
+        total = 0.0
         for _ in range(self._num_repeats):
             observation, reward, *ends, info = self.env.step(action)
-            total += reward
+            total += float(reward)  # a sum of NumPy numbers would have their dtype
             if any(ends):
                 break
         return observation, total, *ends, info

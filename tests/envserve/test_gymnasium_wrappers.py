@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from gymnasium.wrappers import TransformObservation
+from gymnasium.wrappers import TransformObservation, TransformReward
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
@@ -28,6 +28,13 @@ def test_wrappers_are_applied_in_their_order() -> None:
         while not (last := env.step(0))[3]:
             pass
         assert last[1] == reward, specs
+
+
+def test_rewards_of_repeated_actions_are_added_in_64_bits() -> None:
+    env = TransformReward(scripted(range(9)), lambda _: np.float32(0.1))
+    repeated = wrap(env, (WrapperSpec("RepeatAction", {"num_repeats": 3}),))
+    repeated.reset()
+    assert float(repeated.step(0)[1]) == sum([float(np.float32(0.1))] * 3)
 
 
 def test_observations_can_be_cast_to_32_bits() -> None:

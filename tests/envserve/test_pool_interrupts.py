@@ -17,7 +17,7 @@ import pytest
 from envserve.client import BatchEnv
 from envserve.errors import LocalProtocolError
 from envserve.lane import pop_harmless_mark
-from envserve.pool.launcher import Launcher
+from envserve.pool.launcher import Launcher, WorkerProcess
 from envserve.pool.pool import Pool
 from envserve.slab import Status
 from tests.leak_checks import running_processes
@@ -124,6 +124,35 @@ def test_an_interrupted_poll_is_reported_as_the_end_of_all_workers() -> None:
 
     for line in np.linspace(1, play(-1), 15, dtype=int):
         play(int(line))
+
+
+# The garbage collector closes the sockets of the new worker.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.parametrize("line", [1, 2])
+def test_no_report_is_expected_about_a_request_that_an_interrupt_prevented(
+    line: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupting(WorkerProcess):
+        def __getattribute__(self, name: str) -> object:
+            numbers.extend([name] * (name == "fork_number"))
+            if len(numbers) == line:  # before the launcher sends or stores the request
+                raise KeyboardInterrupt
+            return super().__getattribute__(name)
+
+    numbers: list[str] = []
+    clock, extra_seconds = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + extra_seconds)
+    with (
+        contextlib.closing(Launcher()) as launcher,
+        contextlib.closing(RequestedWorker(launcher)) as worker,
+    ):
+        worker.wait_for_start()
+        monkeypatch.setattr("envserve.pool.launcher.WorkerProcess", Interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            launcher.launch()
+        extra_seconds = 121.0
+        launcher.poll()
+        assert worker.exits == []
 
 
 @pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")

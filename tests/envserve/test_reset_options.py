@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium.wrappers import TimeLimit
 
 from envserve.client import BatchEnv
 from envserve.envs.seeding import env_seed
@@ -183,6 +184,28 @@ def test_only_the_arguments_that_an_env_declares_are_passed(
     for env in (Wrapper(SeedOnlyEnv()), SeedOnlyDuck()):
         complete_reset_signature(env, needs_seed=True)
         assert env.reset(seed=3, options=None) == (3, {})
+
+
+class BareEnv(gymnasium.Env[Any, Any]):
+    def reset(self) -> Any:  # type: ignore[override]
+        return self.np_random_seed, {}
+
+
+class SeedingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Seeds an env whose `reset` accepts no seed."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        gymnasium.Env.reset(self.unwrapped, seed=seed)
+        return self.env.reset()
+
+
+def test_a_wrapper_may_seed_an_env_whose_reset_accepts_no_seed() -> None:
+    env: Any = SeedingWrapper(BareEnv())
+    complete_reset_signature(env, needs_seed=True)
+    assert env.reset(seed=3, options=None) == (3, {})
+    for passing in (gymnasium.Wrapper(BareEnv()), TimeLimit(BareEnv(), 9)):
+        with pytest.raises(EnvStartError, match=r"BareEnv.*does not accept seed"):
+            complete_reset_signature(passing, needs_seed=True)
 
 
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from envserve.errors import (
     EnvStartError,
@@ -22,9 +24,11 @@ from envserve.session.server.server_protocol import ServerProtocol
 from envserve.session.states import ClientState
 from envserve.settings import HostSettings, PoolSettings
 from envserve.slab import Status
+from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.constants import MessageType
 from envserve.wire.message import Buffer, decode, encode
 from tests.envserve.session_fakes import (
+    SPEC,
     FakePool,
     FakeServer,
     absent_blocks,
@@ -239,6 +243,26 @@ def test_envs_with_other_blocks_than_before_are_an_error() -> None:
     assert "expected the same envs as before" in str(client.error)
     assert "the same number of --workers" in str(client.error)
     assert not restarted.pools  # the client has returned the lease
+
+
+class OtherBounds(FakePool):
+    """A pool whose observations have other bounds than those of `FakePool`."""
+
+    space = spaces.Box(-9, 9, (2,), np.float64)
+    spec = EnvSpec(SPEC.env_name, space, SPEC.action_space)
+
+
+@pytest.mark.parametrize("mode", ["same", "different"])
+def test_envs_may_have_other_bounds_than_before_if_bounds_may_differ(mode: str) -> None:
+    client = attach_and_step(observation_mode=mode)
+    restarted = FakeServer(boot=2, pool=OtherBounds)
+    client.submit_step([0, 1], 1.0)
+    outcomes = finish(client, restarted, 1.0)
+    if mode == "different":
+        check_lost(client, outcomes, last=3)
+    else:
+        assert state_of(client) is ClientState.LOST
+        assert "expected the same envs as before" in str(client.error)
 
 
 def test_an_env_that_is_no_longer_offered_is_an_error() -> None:

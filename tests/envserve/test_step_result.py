@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, GraphInstance, Space
 
 from envserve.client.row_set import BatchBlock, RowSet, RowSetCache
 from envserve.client.step_result import StepResult, check_out, gather_result
@@ -133,7 +133,9 @@ def test_results_that_are_kept_do_not_use_a_memory_mapping_each() -> None:
 def test_the_repr_of_a_result_contains_shapes_but_no_arrays() -> None:
     image, texts = np.zeros((4, 8, 8, 3), np.uint8), np.array(["a"] * 4, object)
     flags = np.array([True, False, False, True])
-    observation = {"image": image, "more": (flags, texts)}
+    graph = GraphInstance(np.zeros((2, 3)), None, None)
+    encoded = {"words": ("one", "two"), "graphs": (graph,), "numbers": ((), (1, 2))}
+    observation = {"image": image, "more": (flags, texts), **encoded}
     step = StepResult(
         observation=observation,
         reward=np.zeros(4),
@@ -146,5 +148,6 @@ def test_the_repr_of_a_result_contains_shapes_but_no_arrays() -> None:
     )
     assert repr(step) == (
         "<StepResult: 4 rows, 2 valid, 2 terminated, 2 truncated, 1 with infos; "
-        "observation {image: uint8[4, 8, 8, 3], more: (bool[4], 4 values)}>"
+        "observation {image: uint8[4, 8, 8, 3], more: (bool[4], 4 values), "
+        "words: 2 values, graphs: (3 values), numbers: ((), 2 values)}>"
     )

@@ -367,6 +367,17 @@ class Clearing(Counts):
         options["reset_mask"][:] = False
         return self.t + 5, {}
 
+class Masked(Counts):
+    \"\"\"Also resets the rows in a mask.\"\"\"
+    def __init__(self, num_envs):
+        super().__init__(num_envs, "SameStep", has_final=True)
+        self.metadata["reset_mask"] = True
+
+    def reset(self, *, seed=None, options=None):
+        if not options: return super().reset()
+        self.t[options["reset_mask"]] = 0
+        return self.t.copy(), {}
+
 class Winning(Counts):
     \"\"\"Reports booleans of both types, which Gymnasium batches.\"\"\"
     def step(self, actions):
@@ -385,6 +396,7 @@ gymnasium.register("Silent-v0", None, vector_entry_point="counts_file:Silent")
 gymnasium.register("Bare-v0", None, vector_entry_point="counts_file:Bare")
 gymnasium.register("Native-v0", None, vector_entry_point="counts_file:Native")
 gymnasium.register("Clearing-v0", None, vector_entry_point="counts_file:Clearing")
+gymnasium.register("Masked-v0", None, vector_entry_point="counts_file:Masked")
 gymnasium.register("Winning-v0", None, vector_entry_point="counts_file:Winning")
 gymnasium.register("Odd-v0", None, vector_entry_point="counts_file:Odd")
 """
@@ -427,6 +439,24 @@ def test_a_vector_env_may_change_its_mask(batched: dict[str, Any]) -> None:
     with BatchEnv.local("Clearing-v0", 2, 1, env_kwargs=kwargs, **batched) as batch:
         batch.reset()
         assert batch.reset([1]).tolist() == [[5.0]]
+
+
+def test_without_autoreset_the_last_observation_is_not_one_of_the_next_episode(
+    batched: dict[str, Any],
+) -> None:
+    options = {"autoreset": "disabled", **batched}
+    with BatchEnv.local("Masked-v0", 2, 1, **options) as batch:
+        batch.reset()
+        batch.step([0, 0])
+        batch.reset([1])
+        batch.step([0, 0])
+        result = batch.step([0, 0])
+        assert result.terminated.tolist() == [True, False]
+        assert result.observation.tolist() == [[3.0], [2.0]]
+        assert result.final_observation.tolist() == [[3.0], [0.0]]
+        assert [*result.infos] == [1]
+        assert batch.reset([0]).tolist() == [[0.0]]
+        assert batch.step([0, 0]).observation.tolist() == [[1.0], [3.0]]
 
 
 def test_the_error_about_a_wrong_number_of_results_states_the_expected_ones(

@@ -106,6 +106,44 @@ def test_arguments_of_envs_can_be_mixed_with_options(registry: None) -> None:
         assert envs.step([0])[3].tolist() == [True]
 
 
+def test_registered_arguments_are_not_sent_to_servers(
+    registry: None, shared_address: str
+) -> None:
+    """A server rejects arguments, even if they are registered there, too."""
+    options: Any = where(shared_address)
+    envs = gymnasium.make_vec("envserve.gym:FrozenLake-v1", num_envs=2, **options)
+    with contextlib.closing(envs):
+        assert envs.single_observation_space == gymnasium.spaces.Discrete(16)
+        assert envs.reset()[0].tolist() == [0, 0]
+    if not shared_address:
+        name = "envserve.gym:FrozenLake8x8-v1"
+        with contextlib.closing(
+            gymnasium.make_vec(name, num_envs=1, map_name="4x4", **options)
+        ) as envs:
+            assert envs.single_observation_space == gymnasium.spaces.Discrete(16)
+
+
+def test_options_may_be_numpy_numbers() -> None:
+    options: Any = {"num_workers": np.int64(1), "reset_timeout": np.float32(60.0)}
+    seed: Any = np.int64(3)
+    with contextlib.closing(
+        envserve.make_vec("CartPole-v1", 2, seed=seed, **options)
+    ) as envs:
+        assert envs.spec is not None
+        assert envs.spec.kwargs["seed"] == 3
+    with contextlib.closing(envserve.make("CartPole-v1", seed=seed)) as env:
+        assert env.spec is not None
+        assert env.spec.kwargs["seed"] == 3
+
+
+def test_the_env_checker_can_be_disabled_as_in_gymnasium() -> None:
+    options: Any = {"disable_env_checker": True}
+    for make in (gymnasium.make_vec, envserve.make_vec):
+        envs = make("Pendulum-v1", 2, **options)
+        with contextlib.closing(envs):
+            assert envs.reset()[0].shape == (2, 3)
+
+
 def test_the_spec_of_a_vector_env_makes_an_equal_one(registry: None) -> None:
     kwargs = {"render_mode": "rgb_array"}
     with contextlib.closing(

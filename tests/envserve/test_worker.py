@@ -321,6 +321,28 @@ def test_a_list_that_contains_false_does_not_end_the_episode(
     assert worker.rows.observation[0].tolist() == [[1, 2], [3, 4]]
 
 
+class ReplacedStepEnv(StoringEnv):
+    """An env that selects the method for its steps in each reset."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.step = self.echo  # type: ignore[method-assign]
+        return super().reset()
+
+    def echo(self, action: Any) -> Any:
+        return action, 1.0, False, False, {}
+
+
+def test_an_env_may_replace_its_step_method(start_worker: StartWorker) -> None:
+    gymnasium.register("ReplacedStep-v0", lambda **_: ReplacedStepEnv())
+    try:
+        worker = start_worker("ReplacedStep-v0").start_and_reset()
+        for actions in ([1, 2], [3, 4]), ([5, 6], [7, 8]):
+            assert worker.step(*actions) is None
+            assert worker.rows.observation[0].tolist() == [*actions]
+    finally:
+        del gymnasium.registry["ReplacedStep-v0"]
+
+
 @pytest.fixture
 def storing_env() -> Iterator[str]:
     gymnasium.register("Storing-v0", lambda **_: StoringEnv())

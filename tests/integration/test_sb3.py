@@ -27,7 +27,9 @@ from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
 from tests.envserve.walk_env import EPISODE_LENGTH as WALK_LENGTH
 from tests.integration.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
+from tests.oracle.vector_envs import MODES as VECTOR_ENVS
 
+VECTOR_MODULE = "tests.oracle.vector_envs"
 MODULE = "tests.integration.masked_env"
 ATTRIBUTES = (
     "action_masks",
@@ -120,6 +122,16 @@ def test_methods_and_attributes_of_selected_envs(masked: Any) -> None:
     assert not isinstance(raised.value, AttributeError)
     with pytest.raises(CallError, match="times"):
         masked.env_method("times", "too", "many")
+
+
+def test_attributes_of_vector_envs_are_found() -> None:
+    fixed = {"autoreset": "same_step"}
+    options: Any = {"import_modules": [VECTOR_MODULE], "num_workers": 1}
+    name = VECTOR_ENVS["same_step"]
+    envs = BatchVecEnv(make_batch(name, 2, None, fixed, vectorized=True, **options))
+    assert envs.has_attr("double")
+    assert not envs.has_attr("no_such_thing")
+    envs.close()
 
 
 def test_some_attributes_are_returned_without_asking_the_envs(masked: Any) -> None:

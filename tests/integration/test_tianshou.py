@@ -13,10 +13,10 @@ from tianshou.env import DummyVectorEnv
 
 from envserve.client.batch_env import ResetFirst
 from envserve.errors import ActionError, EnvError, LocalProtocolError
-from envserve.tianshou import make_vector_env
+from envserve.tianshou import BatchVectorEnv, make_vector_env
 from tests.envserve.server_process import ServerProcess
 from tests.envserve.walk_env import ENV
-from tests.integration.masked_env import ENV_NAME, LOPSIDED_NAME
+from tests.integration.masked_env import ENV_NAME, EPISODE_LENGTH, LOPSIDED_NAME
 
 MODULE = "tests.integration.masked_env"
 
@@ -113,6 +113,10 @@ def test_the_final_observation_of_a_lost_episode_is_the_last_one_returned() -> N
     envs.reset([0, 1])
     observation = envs.step(np.zeros(2, int))[0]
     assert observation.tolist() == [[101], [101]]
+    envs.seed(3)  # also resets the envs
+    observation, _, _, truncated, _ = envs.step(np.array([0, 1]))
+    assert truncated.tolist() == [False, True]
+    assert observation.tolist() == [[101], [100]]
     envs.close()
 
 
@@ -167,14 +171,36 @@ def test_after_an_error_or_interrupt_the_envs_can_be_reset_and_stepped(
         np.testing.assert_array_equal(envs.reset()[0], np.zeros((3, 1)))
     envs.set_env_attr("is_broken", False, [0])
     for again in (envs.reset, lambda: envs.seed(5)):
-        with monkeypatch.context() as patch:
-            patch.setattr(envs.batch, "recv", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                envs.step(np.zeros(3, int))
+        interrupted_step(envs, monkeypatch)
         again()
         np.testing.assert_allclose(
             envs.step(np.zeros(3, int))[0], np.full((3, 1), 0.05)
         )
+    envs.close()
+
+
+def interrupted_step(envs: BatchVectorEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(envs.batch, "recv", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step(np.zeros(3, int))
+
+
+def test_after_an_interrupt_some_envs_can_be_stepped_or_reset(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    envs = make_vector_env(ENV_NAME, 3, **where)
+    envs.reset()
+    interrupted_step(envs, monkeypatch)
+    assert envs.step(np.zeros(1, int), [1])[0].tolist() == [[np.float32(0.1)]]
+    assert envs.step(np.zeros(3, int))[0].tolist() == [
+        [np.float32(time / EPISODE_LENGTH)] for time in (2, 3, 2)
+    ]
+    interrupted_step(envs, monkeypatch)
+    envs.reset([0])
+    assert envs.step(np.zeros(3, int))[0].tolist() == [
+        [np.float32(time / EPISODE_LENGTH)] for time in (1, 5, 4)
+    ]
     envs.close()
 
 

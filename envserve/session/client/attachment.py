@@ -177,7 +177,8 @@ class Attachment:
         """
         previous = self.client_blocks
         assert previous is not None
-        different = list(previous.spec.differences(other.spec))
+        mode = self.attach.observation_mode
+        different = previous.spec.differences(other.spec, mode)
         old, new = ([(b.start, b.split) for b in x.blocks] for x in (previous, other))
         if old != new:
             text = f"{len(old)} before, {len(new)} with different rows now"
