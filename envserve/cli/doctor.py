@@ -201,13 +201,13 @@ def _keys() -> _Finding:
         keys = {role: folder.key(role) for role in ("client", "server")}
         folder.clients.read()  # `grants` would only log an error
         num_clients = len(folder.clients.grants(time.time()))
-        num_servers = len(folder.pinned_addresses)
+        num_addresses = len(folder.pinned_addresses)
     except KeyFileError as error:
         return _finding("keys", str(error), fails=True)
     existing = " and ".join(f"a {role} key" for role, key in keys.items() if key)
     text = f"{display_path(folder.path)}: {existing or 'no key yet'}"
-    counts = f"authorised clients: {num_clients}; known servers: {num_servers}"
-    return _finding("keys", f"{text}; {counts}")
+    text += f"; authorised clients: {num_clients}"
+    return _finding("keys", f"{text}; known server addresses: {num_addresses}")
 
 
 def _renderer(name: str) -> _Finding:

@@ -109,19 +109,17 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
         module_name, name = split_reference(reference)
         if module_name == "envpool":  # EnvPool's module does not register its envs
             module_name, name = "envserve.envpool", name and f"envpool/{name}"
-        known = set(gymnasium.registry)
+        known = dict(gymnasium.registry)
         module = _import_module(module_name)
         if module_name not in _names_by_module:
-            new = [key for key in gymnasium.registry if key not in known]
-            # Another module may have imported this one already, and this one may have
-            # replaced envs of other modules.
+            # Another module may have imported this one already.
             stem = Path(module_name.removesuffix(".py")).name
-            own = sorted(
+            _names_by_module[module_name] = tuple(
                 key
-                for key in known
-                if f"{user_envs.module_of(key)}.".startswith(f"{stem}.")
+                for key, spec in gymnasium.registry.items()
+                if spec is not known.get(key)  # new or replaced
+                or f"{user_envs.module_of(key)}.".startswith(f"{stem}.")
             )
-            _names_by_module[module_name] = (*new, *own)
         if name:
             names.append(_register(reference, module, name))
         else:

@@ -50,7 +50,7 @@ def test_findings_of_a_host_without_problems() -> None:
     assert "libzmq 4." in found["packages"]["text"]
     assert "not installed: " in found["extras"]["text"]
     text = found["keys"]["text"]
-    assert "a client key; authorised clients: 0; known servers: 0" in text
+    assert "a client key; authorised clients: 0; known server addresses: 0" in text
     assert found["none-such"]["text"] == "not installed"
     assert all(each["level"] != "warn" or each["remedy"] for each in found.values())
 

@@ -46,6 +46,7 @@ BOXES = {
     "half bounded": HALF_BOUNDED,
     "largest": SPACES.Box(-MAX, MAX, (2,)),
     "largest integers": SPACES.Box(0, 2**64 - 1, (9,), UINT64),
+    "large integers": SPACES.Box(0, 2**62 - 1, (9,), INT64),
 }
 CHOICES = {
     "discrete": SPACES.Discrete(6, start=3),

@@ -238,7 +238,8 @@ class _BoxActions(ActionAdapter):
             action = self._centre + self._radius * action
         if space.dtype.kind in "iu":
             action = np.rint(action, dtype=np.float64)
-            action = np.clip(action, self._low, self._high)
+            # In float64, large bounds are rounded; they are exact after this cast.
+            action = np.clip(action, self._low, self._high).astype(space.dtype)
         if self._is_clipped:  # before the cast, which could overflow
             low, high = self._limits
             action = np.maximum(action, low)
