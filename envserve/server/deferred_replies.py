@@ -8,6 +8,7 @@ earliest.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from envserve.wire.message import Peer
 
 #: Pause before the next attempt to send a peer's replies. It doubles with each attempt
 #: at which the queue is still full; above the maximum, the replies are dropped.
-_MIN_PAUSE_SECONDS: Final = 0.001
-_MAX_PAUSE_SECONDS: Final = 0.064
+MIN_PAUSE_SECONDS: Final = 0.001
+MAX_PAUSE_SECONDS: Final = 0.064
 #: Maximum total size of the replies to all peers.
 _MAX_BYTES: Final = 64 << 20
 #: Number of bytes that are counted for a reply in addition to its frames.
@@ -31,7 +32,7 @@ class _Backlog:
     """The replies to a peer, and the time of the next attempt to send them."""
 
     retry_at: float
-    pause: float = _MIN_PAUSE_SECONDS
+    pause: float = MIN_PAUSE_SECONDS
     replies: deque[Reply] = field(default_factory=deque)
 
 
@@ -41,11 +42,13 @@ class DeferredReplies(dict[Peer, _Backlog]):
     def __init__(self) -> None:
         super().__init__()
         self._num_bytes = 0
+        self._tried_at = -math.inf
 
     @property
     def retry_at(self) -> float:
-        """Time at which to call `send`."""
-        return min(backlog.retry_at for backlog in self.values())
+        """Time at which to call `send`; one call sends to all peers that are due."""
+        first = min(backlog.retry_at for backlog in self.values())
+        return max(first, self._tried_at + MIN_PAUSE_SECONDS)
 
     def add(self, reply: Reply, now: float) -> bool:
         """Add a reply; return False if the replies would take too much memory."""
@@ -53,7 +56,7 @@ class DeferredReplies(dict[Peer, _Backlog]):
         if self._num_bytes + size > _MAX_BYTES:
             return False
         if reply.peer not in self:
-            self[reply.peer] = _Backlog(now + _MIN_PAUSE_SECONDS)
+            self[reply.peer] = _Backlog(now + MIN_PAUSE_SECONDS)
         self[reply.peer].replies.append(reply)
         self._num_bytes += size
         return True
@@ -68,6 +71,7 @@ class DeferredReplies(dict[Peer, _Backlog]):
         Returns:
           Replies that were removed without being sent.
         """
+        self._tried_at = now
         dropped: list[Reply] = []
         for peer, backlog in list(self.items()):
             if now < backlog.retry_at:
@@ -75,8 +79,8 @@ class DeferredReplies(dict[Peer, _Backlog]):
             replies, pause = backlog.replies, 2 * backlog.pause
             while replies and send(replies[0]):
                 self._num_bytes -= _size_of(replies.popleft())
-                pause = _MIN_PAUSE_SECONDS
-            if pause > _MAX_PAUSE_SECONDS:
+                pause = MIN_PAUSE_SECONDS
+            if pause > MAX_PAUSE_SECONDS:
                 self._num_bytes -= sum(map(_size_of, replies))
                 dropped += replies
                 replies.clear()

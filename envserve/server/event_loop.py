@@ -364,20 +364,22 @@ class ServerLoop:
         """Keep a reply until the queue of its peer has room."""
         if not self._deferred.add(reply, time.monotonic()):
             self._drop(reply)
-        elif self._deferred_timer is None:
-            self._schedule_deferred()
-
-    def _schedule_deferred(self) -> None:
-        self._deferred_timer = self._loop.call_at(
-            self._deferred.retry_at, self._send_deferred
-        )
+            return
+        retry_at, timer = self._deferred[reply.peer].retry_at, self._deferred_timer
+        if timer is None or retry_at < timer.when():
+            if timer is not None:  # for a slower peer
+                timer.cancel()
+            self._deferred_timer = self._loop.call_at(retry_at, self._send_deferred)
 
     def _send_deferred(self) -> None:
         self._deferred_timer = None
-        for reply in self._deferred.send(self._send, self._loop.time()):
+        deferred = self._deferred
+        for reply in deferred.send(self._send, self._loop.time()):
             self._drop(reply)
-        if self._deferred:
-            self._schedule_deferred()
+        if deferred:
+            self._deferred_timer = self._loop.call_at(
+                deferred.retry_at, self._send_deferred
+            )
         self._schedule_read()
 
     def _reply(self, decision: RequestDecision) -> Sequence[Decision]:

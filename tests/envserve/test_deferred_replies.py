@@ -58,6 +58,17 @@ def test_replies_to_a_peer_that_does_not_read_are_dropped_after_few_attempts() -
     assert now < 0.2
 
 
+def test_many_slow_peers_share_the_attempts() -> None:
+    deferred, queues = DeferredReplies(), Queues(room=0)
+    for number in range(400):
+        deferred.add(Reply((1, b"%d" % number, ""), [b""]), number * 2e-6)
+    num_attempts = 0
+    while deferred:
+        deferred.send(queues.send, deferred.retry_at)
+        num_attempts += 1
+    assert num_attempts < 30
+
+
 def test_the_size_of_waiting_replies_is_limited() -> None:
     deferred, queues = DeferredReplies(), Queues(room=2)
     for peer in (FAST, SLOW):

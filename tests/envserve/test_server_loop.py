@@ -24,7 +24,7 @@ import zmq.asyncio
 from envserve.envs.registry import offered_names
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
-from envserve.server import event_loop
+from envserve.server import deferred_replies, event_loop
 from envserve.server.event_loop import ServerLoop
 from envserve.server.fair_share import FairShare
 from envserve.server.router import Router
@@ -244,14 +244,38 @@ async def test_a_burst_of_replies_reaches_a_client_that_reads(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """ZeroMQ's queue for a client is full after 64 replies."""
-    # On a busy machine, ZeroMQ's threads may not run for longer than the usual 0.1 s.
-    name = "envserve.server.deferred_replies._MAX_PAUSE_SECONDS"
-    monkeypatch.setattr(name, 10.0)
+    # ZeroMQ's threads may be slow on a busy machine.
+    monkeypatch.setattr(deferred_replies, "MAX_PAUSE_SECONDS", 60.0)
     async with running(tmp_path, launcher, BurstProtocol) as (server_loop, peer):
         await peer.send(MessageType.PING, 9)
         for _ in range(300):
             assert (await peer.receive(MessageType.ERROR)).request == 9
         assert server_loop.dropped_replies == 0
+
+
+async def test_a_waiting_reply_does_not_wait_for_the_retry_of_a_slower_peer(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers, attempts = asyncio.Queue[object](), list[object]()
+
+    def send(self: Router, receiver: object, frames: object) -> bool:
+        attempts.append(receiver)
+        receivers.put_nowait(receiver)
+        self.is_full = len(attempts) <= 2  # the first attempt for each peer
+        return not self.is_full
+
+    monkeypatch.setattr(Router, "send", send)
+    context = zmq.asyncio.Context()
+    async with running(tmp_path, launcher) as (_, slow):
+        fast = Peer(context, f"ipc://{tmp_path}/socket", slow.server_sockets)
+        for peer, pause in (slow, 600.0), (fast, 0.001):
+            monkeypatch.setattr(deferred_replies, "MIN_PAUSE_SECONDS", pause)
+            await peer.send(MessageType.PING, 9)
+            async with asyncio.timeout(20):
+                receiver = await receivers.get()
+        async with asyncio.timeout(20):
+            assert await receivers.get() == receiver
+        context.destroy(linger=0)
 
 
 class OverdueProtocol(ServerProtocol):

@@ -18,6 +18,7 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Hello, Welcome
 from envserve.wire.message import decode, encode
 from tests.envserve.session_fakes import (
+    FakePool,
     FakeServer,
     SingleLeaseSession,
     attach,
@@ -163,6 +164,34 @@ def test_a_lease_does_not_end_before_the_result_that_ends_its_last_episode(
     errors = {outcome.block: outcome.error for outcome in collect(client)}
     assert errors == {0: client.error if is_absent else None, 1: None}
     assert client.rows.terminated[2:].all()
+
+
+class BriefPool(FakePool):
+    """A pool in which each step ends an episode."""
+
+    def _step(self, row: int) -> None:
+        super()._step(row)
+        self.rows.terminated[row] = True
+
+
+def test_a_lease_ends_although_another_request_always_has_an_unanswered_end() -> None:
+    server = FakeServer(pool=BriefPool)
+    client = attach(server, num_splits=2, kind=SingleLeaseSession)
+    drain(server)
+    requests = [[0, 1], [2, 3]]
+    client.submit_step(requests[0], 0.0)
+    exchange(client, server, 0.0)
+    server.finish(("", 11), 0, 0.0)
+    for first, last in requests[1], requests[0]:
+        assert state_of(client) is ClientState.READY
+        client.submit_step([first, last], 0.0)
+        exchange(client, server, 0.0)
+        server.finish(("", 11), first, 0.0)  # ends an episode, but is not answered yet
+        server.finish(("", 11), (last + 2) % 4, 0.0)
+        exchange(client, server, 0.0)
+        collect(client)
+    assert state_of(client) is ClientState.LOST
+    assert "each env of the lease ended" in str(client.error)
 
 
 def test_a_reset_ends_an_episode_but_a_failed_operation_does_not() -> None:

@@ -154,6 +154,7 @@ class Lease:
       epoch: Number of the lease.
       result_cache: Results of calls.
       num_late_messages: Number of late copies that were ignored.
+      answered_blocks: Indices of the blocks that the latest `finish` has answered.
     """
 
     def __init__(
@@ -170,6 +171,7 @@ class Lease:
     ) -> None:
         self.epoch = epoch
         self.num_late_messages = 0
+        self.answered_blocks: list[int] = []
         self._session = session
         self._spec = spec
         self._blocks = tuple(blocks)
@@ -329,7 +331,8 @@ class Lease:
           absent: Indices of all blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
-        states = self._states
+        states, answered = self._states, self.answered_blocks
+        answered.clear()
         for outcome in outcomes:
             block = outcome.block
             request, state = self._requests[block], states[block]
@@ -343,8 +346,10 @@ class Lease:
                 self.result_cache.add(request.outcomes, block)
             if request.has_separate_replies:
                 replies.append(self._result_reply(request, (block,)))
+                answered.append(block)
             elif len(request.outcomes) == len(request.blocks):
                 replies.append(self._result_reply(request, request.blocks))
+                answered += request.blocks
         if absent:
             replies += self._notify_absent(absent)
         return replies
@@ -364,35 +369,21 @@ class Lease:
             else:
                 request.has_separate_replies = True
                 replies += self._separate_replies(request)
+                self.answered_blocks += request.outcomes
         return replies
 
-    def ended_rows(self, outcome: Outcome) -> Sequence[int]:
-        """Return the rows whose episodes ended in the operation with this outcome."""
-        request = self._requests[outcome.block]
-        assert request is not None, "only a request has an outcome"
-        if outcome.error is not None or request.message.type is MessageType.CALL:
+    def ended_rows(self, index: int) -> Sequence[int]:
+        """Return the rows of a block whose episodes ended in its latest operation."""
+        request = self._requests[index]
+        assert request is not None, "only a block with a request has an outcome"
+        if request.outcomes[index].error or request.message.type is MessageType.CALL:
             return ()
-        block = self._blocks[outcome.block]
-        rows = range(block.start, block.stop)
+        rows = range(self._blocks[index].start, self._blocks[index].stop)
         if request.message.type is MessageType.RESET:
-            (reset,) = [r for r in request.resets if r.block == outcome.block]
+            (reset,) = [r for r in request.resets if r.block == index]
             return rows if reset.env_indices is None else reset.env_indices
         terminated, truncated = self._rows.terminated, self._rows.truncated
         return [row for row in rows if terminated[row] or truncated[row]]
-
-    def has_unanswered_ends(self) -> bool:
-        """Return whether an episode has ended in a block that is not answered yet.
-
-        Such a block is answered once the other blocks of its request are done.
-        """
-        return any(
-            self.ended_rows(outcome)
-            for request in dict.fromkeys(self._requests)
-            if request is not None
-            and not request.has_separate_replies
-            and len(request.outcomes) < len(request.blocks)
-            for outcome in request.outcomes.values()
-        )
 
     def pong(self, now: float) -> Pong:
         """Return a PONG with the running time of each busy block."""

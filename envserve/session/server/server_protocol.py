@@ -422,11 +422,11 @@ class ServerProtocol:
             return []
         replies = record.lease.finish(outcomes, absent)
         if record.unfinished_rows is not None:
-            for outcome in outcomes:
-                record.unfinished_rows.difference_update(
-                    record.lease.ended_rows(outcome)
-                )
-            if not (record.unfinished_rows or record.lease.has_unanswered_ends()):
+            # An end counts once it is answered, which may be after the other blocks of
+            # the request are done.
+            for block in record.lease.answered_blocks:
+                record.unfinished_rows.difference_update(record.lease.ended_rows(block))
+            if not record.unfinished_rows:
                 text = "the server was drained; each env of the lease ended an episode"
                 replies += self.leases.close(record, lease_lost(text))
         return replies
