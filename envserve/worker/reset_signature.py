@@ -31,9 +31,10 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
         passes.
     """
     if isinstance(env, gymnasium.Wrapper):
-        # Gymnasium's wrappers pass the seed on. Other wrappers may seed the env.
+        # Gymnasium's wrappers pass the seed on. Others may use it if they declare it.
         module = str(getattr(type(env).reset, "__module__", ""))
-        passes_seed = module.startswith("gymnasium.")
+        declared = parameters_of(env.reset) or {}
+        passes_seed = module.startswith("gymnasium.") or "seed" not in declared
         complete_reset_signature(env.env, needs_seed=needs_seed and passes_seed)
     parameters = parameters_of(env.reset)
     if parameters is None or any(

@@ -199,11 +199,22 @@ class SeedingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.reset()
 
 
+class PassingWrapper(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Passes all arguments on."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.env.reset(**kwargs)
+
+
 def test_a_wrapper_may_seed_an_env_whose_reset_accepts_no_seed() -> None:
     env: Any = SeedingWrapper(BareEnv())
     complete_reset_signature(env, needs_seed=True)
     assert env.reset(seed=3, options=None) == (3, {})
-    for passing in (gymnasium.Wrapper(BareEnv()), TimeLimit(BareEnv(), 9)):
+    for passing in (
+        gymnasium.Wrapper(BareEnv()),
+        TimeLimit(BareEnv(), 9),
+        PassingWrapper(BareEnv()),
+    ):
         with pytest.raises(EnvStartError, match=r"BareEnv.*does not accept seed"):
             complete_reset_signature(passing, needs_seed=True)
 
