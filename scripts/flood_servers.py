@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -289,6 +290,8 @@ def main() -> int:
         "--seconds", type=float, default=1.5, help="duration of each measurement"
     )
     args = parser.parse_args()
+    # End the servers and the flood after SIGTERM, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cores, goals = Cores(), Goals()
     print(cores, flush=True)
     with contextlib.ExitStack() as stack:
