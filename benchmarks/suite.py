@@ -75,7 +75,7 @@ def make_suite(run: Callable[[Sequence[str]], Any]) -> Callable[..., None]:
             ),
         ] = None,
     ) -> None:
-        """Run all benchmarks (ten minutes), and write all tables into one file."""
+        """Run all benchmarks (10 to 25 minutes), and write all tables into one file."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         folder = outdir or Path("runs", f"bench-suite-{stamp}")
         console = Console(stderr=True)
