@@ -4,6 +4,8 @@ Episodes have `LENGTH` steps unless stated otherwise; rewards are at most 1 per 
 Importing this module registers them, `ChoicesTask` as `learning-tests/Choices-v0`.
 """
 
+import random
+import time
 from typing import Any
 
 import gymnasium
@@ -226,6 +228,19 @@ class RecallTask(_Task):
         return 1.0 - (float(action[0]) - self._cue) ** 2
 
 
+class StallingCartPole(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """CartPole in which 1 of 500 steps takes 20 ms longer."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        if random.random() < 0.002:
+            time.sleep(0.02)
+        return self.env.step(action)
+
+
+gymnasium.register("learning-tests/StallingCartPole-v0", f"{__name__}:StallingCartPole")
 for _task in _Task.__subclasses__():
     _name = _task.__name__.removesuffix("Task")
     gymnasium.register(f"learning-tests/{_name}-v0", f"{__name__}:{_task.__name__}")

@@ -62,6 +62,13 @@ def test_cartpole_is_learned_in_80_000_steps(tmp_path: Path) -> None:
     assert learned_return(tmp_path / "run", config, num_workers=2) >= 475
 
 
+def test_cartpole_is_learned_while_rows_do_not_wait_for_stalls(tmp_path: Path) -> None:
+    config = CONFIGS["cartpole"].replace(
+        env_name="learning-tests/StallingCartPole-v0", act_on=0.25, num_splits=1
+    )
+    assert learned_return(tmp_path / "run", config, num_workers=8) >= 475
+
+
 def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     settings = ("--set", "total_steps=80000", "--distribute", "--num-workers=1")
     other = ("train", "cartpole", *settings)
