@@ -279,8 +279,9 @@ def bad_steps(c: ProbeClient) -> None:
     for entries in ((), ((4000, 1), *others), ((block, seq), (block, seq))):
         c.expect_error(replace(c.next_step(), entries=entries), _BAD)
     # Actions without values have an empty body, which cannot be shorter.
-    for body in {c.last.body + b"\0", c.last.body[:-1]} - {c.last.body}:
-        c.expect_error(replace(c.next_step(), body=body), _BAD)
+    for body in (c.last.body + b"\0", c.last.body[:-1]):
+        if body != c.last.body:
+            c.expect_error(replace(c.next_step(), body=body), _BAD)
 
 
 @rule("STEP", with_lease=True)

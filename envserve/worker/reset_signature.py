@@ -30,13 +30,13 @@ def complete_reset_signature(env: Any, *, needs_seed: bool) -> None:
       EnvStartError: The env's `reset` does not accept a seed that the first reset
         passes.
     """
+    parameters = parameters_of(env.reset)
     if isinstance(env, gymnasium.Wrapper):
         # Gymnasium's wrappers pass the seed on. Others may use it if they declare it.
         module = str(getattr(type(env).reset, "__module__", ""))
-        declared = parameters_of(env.reset) or {}
-        passes_seed = module.startswith("gymnasium.") or "seed" not in declared
+        declares_seed = "seed" in (parameters or ())
+        passes_seed = module.startswith("gymnasium.") or not declares_seed
         complete_reset_signature(env.env, needs_seed=needs_seed and passes_seed)
-    parameters = parameters_of(env.reset)
     if parameters is None or any(
         param.kind is param.VAR_KEYWORD for param in parameters.values()
     ):

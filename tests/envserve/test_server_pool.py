@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +26,7 @@ from envserve.errors import (
     ServerLost,
 )
 from envserve.keys.key_folder import KeyFolder
+from envserve.session.client.client_session import ClientSession
 from envserve.session.states import ClientState
 from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Welcome
@@ -245,6 +246,26 @@ def test_a_failed_poll_is_logged_once_and_retried_after_a_pause(
     assert caplog.text.count("polling the servers failed: RuntimeError") == 1
 
 
+@contextmanager
+def lane_of(
+    address: str, now: float, server_pool: ServerPool, wait_until: WaitUntil
+) -> Iterator[tuple[ClientSession, Connection, SessionDriver]]:
+    """Yield the session, connection and driver of a lane whose server is gone.
+
+    The lane has tried to move to another server once.
+    """
+    session = attach_and_step()
+    session.attachment.address = address
+    session.record_disconnect(1.0)
+    with closing(Connection(address, insecure=True)) as connection:
+        driver = SessionDriver(session, connection, server_pool)
+        server_pool.is_gone(address, now)
+        wait_until(lambda: server_pool.polled_at >= now, 240)
+        driver.run(now)
+        yield session, connection, driver
+        server_pool.remove(driver, time.monotonic() + 120)
+
+
 def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane(
     server_pool: ServerPool, monkeypatch: pytest.MonkeyPatch, wait_until: WaitUntil
 ) -> None:
@@ -261,14 +282,8 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
     monkeypatch.setattr(module, "request_welcome", ask)
     monkeypatch.setattr(KeyFolder, "keys_for", keys_for)
     monkeypatch.setattr(placement, "EXCLUDE_SECONDS", FOREVER_SECONDS)
-    session, now = attach_and_step(), 3.0
-    session.attachment.address = old
-    session.record_disconnect(1.0)
-    with closing(Connection(old, insecure=True)) as connection:
-        driver = SessionDriver(session, connection, server_pool)
-        server_pool.is_gone(old, now)
-        wait_until(lambda: server_pool.polled_at >= now, 240)
-        driver.run(now)
+    now = 3.0
+    with lane_of(old, now, server_pool, wait_until) as (session, connection, driver):
         assert state_of(session) is ClientState.READY
         assert session.address == connection.address == old
         assert server_pool.placement.locations[driver] == old
@@ -276,7 +291,6 @@ def test_a_server_whose_keys_cannot_be_read_is_excluded_without_failing_the_lane
         assert state_of(session) is ClientState.HELLO_SENT
         assert session.address == connection.address == fit
         assert server_pool.placement.locations[driver] == fit
-        server_pool.remove(driver, time.monotonic() + 120)
 
 
 def test_a_server_with_other_envs_gets_its_envs_back_although_another_one_is_free(
@@ -296,14 +310,8 @@ def test_a_server_with_other_envs_gets_its_envs_back_although_another_one_is_fre
 
     monkeypatch.setattr(module, "request_welcome", ask)
     monkeypatch.setattr(Connection, "send", send)
-    session, now = attach_and_step(), 3.0
-    session.attachment.address = first
-    session.record_disconnect(1.0)
-    with closing(Connection(first, insecure=True)) as connection:
-        driver = SessionDriver(session, connection, server_pool)
-        server_pool.is_gone(first, now)
-        wait_until(lambda: server_pool.polled_at >= now, 240)
-        driver.run(now)
+    now = 3.0
+    with lane_of(first, now, server_pool, wait_until) as (session, _, driver):
         assert session.address == different
         session.record_connect(now)
         exchange(session, FakeServer(boot=2, builds_at_once=False), now)
@@ -312,7 +320,6 @@ def test_a_server_with_other_envs_gets_its_envs_back_although_another_one_is_fre
         session.abort(RemoteProtocolError("expected the same envs as before"))
         driver.run(now)
         assert session.address == fit
-        server_pool.remove(driver, time.monotonic() + 120)
     detached = [(m.session, m.boot) for m in sent if m.type is MessageType.DETACH]
     assert lease in detached
 

@@ -204,11 +204,11 @@ class ReferenceModel:
 
     def incarnations(self) -> list[Incarnation]:
         rows = np.flatnonzero(self.observed[:, SEED] >= 0).tolist()
-        found = [self._incarnation(row, self.possible_states(row)) for row in rows]
-        past = io.BytesIO(self._past_incarnations)
+        found, past = [], io.BytesIO(self._past_incarnations)
         while past.tell() < len(self._past_incarnations):
             found.append(pickle.load(past))
-        return found
+        current = (self._incarnation(row, self.possible_states(row)) for row in rows)
+        return [*found, *current]
 
     def _incarnation(self, row: int, states: Sequence[State]) -> Incarnation:
         seed, _, _, value = self.observed[row].tolist()
