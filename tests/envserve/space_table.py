@@ -217,9 +217,7 @@ class TableEnv(gymnasium.Env[Any, Any]):
         self.action_space = self.observation_space if echoes_actions else Discrete(2)
         self._echoes_actions = echoes_actions
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)

@@ -39,9 +39,7 @@ class WalkEnv(gymnasium.Env[Array, Any]):
         self._has_other_generator = has_other_generator
         self._max_steps = max_steps
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         if self._has_other_generator:
             if seed is not None:
                 self._random = np.random.Generator(np.random.MT19937(seed))
