@@ -180,10 +180,7 @@ ENCODED: Final[dict[str, Space]] = {
 }
 #: Unsupported spaces, and a pattern that matches the error.
 UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
-    "user_space": (
-        Points(),
-        r"got Points\(\), a Points; derive its class from one of",
-    ),
+    "user_space": (Points(), r"got Points\(\), a Points; derive its class from one of"),
     "nine_deep": (nested(8), "at most 8 levels deep.*flatten the space"),
     "longdouble": (Box(0, 1, (2,), np.longdouble), "expected one of the dtypes"),
     "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int keys"),  # type: ignore[dict-item]

@@ -236,9 +236,7 @@ def test_an_env_that_was_never_seeded_can_be_replayed(make: Make) -> None:
         assert walk.replay() == walk.position
 
 
-def test_an_env_with_another_generator_is_replayed_from_its_seed(
-    make: Make,
-) -> None:
+def test_an_env_with_another_generator_is_replayed_from_its_seed(make: Make) -> None:
     walk = make(64, has_other_generator=True)
     walk.env.reset(None)
     walk.step(64)

@@ -490,10 +490,7 @@ def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
         "print('loaded:', sorted({'tensorflow', 'keras', 'zmq'} & set(sys.modules)))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.endswith("\ncheetah\ncheetah-sac\nloaded: []\n")
 
