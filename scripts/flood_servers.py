@@ -47,7 +47,7 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.sockets import use_keys
 from envserve.wire.status import ServerStatus
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.test_metrics_port import read_with_retries, samples
+from tests.envserve.test_metrics_port import current_samples
 
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
@@ -219,8 +219,7 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
 
 
 def _metric(server: ServerProcess, name: str) -> float:
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
-    return samples(read_with_retries(address))[f"envserve_{name}"]
+    return current_samples(server.metrics_address)[f"envserve_{name}"]
 
 
 def _compare(
