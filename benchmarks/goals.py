@@ -13,14 +13,7 @@ from typing import Any, Final
 
 from benchmarks.cases.guarantees import BARE_SLAB, OURS
 from benchmarks.cases.images import REUSING
-from benchmarks.cases.ours import (
-    IN_PROCESS,
-    IPC,
-    LIMIT,
-    MAKE_VEC,
-    TCP,
-    WITHOUT_KEYS,
-)
+from benchmarks.cases.ours import IN_PROCESS, IPC, LIMIT, MAKE_VEC, TCP, WITHOUT_KEYS
 from benchmarks.cases.peers import ASYNC, ENVPOOL, SERVED_ENVPOOL
 from benchmarks.learning.sac import SAC, SB3_SAC
 from benchmarks.learning.simulate import SIMULATE, STEP

@@ -27,7 +27,6 @@ a Tuple with an array per choice, as for `MultiDiscrete.sample`."""
 _MAX_FIRST_STEPS = 100
 #: Settings that add wrappers to the training envs.
 _WRAPPING_SETTINGS = ("training_time_limit", "stagger_episodes")
-_Wrappers = tuple[Mapping[str, Any], ...]
 
 
 class MakeEnv(Protocol):
@@ -173,7 +172,7 @@ def first_step(env: BatchEnv, max_seconds: float = 10.0) -> bool:
     return False
 
 
-def _training_wrappers(config: Config) -> _Wrappers:
+def _training_wrappers(config: Config) -> tuple[Mapping[str, Any], ...]:
     """Return the wrappers of the config, and those of its training-only settings.
 
     `StaggerEpisodes` wraps the outermost `TimeLimit`, from which it reads the limit.

@@ -464,12 +464,9 @@ class Simulation:
                 self.infos[int(steps[row]), row] = info
             if before:
                 flags = result.terminated, result.truncated, result.status
-                pairs = States(
-                    *(tuple(x[rows] for x in part) for part in (before, after))
-                )
-                for array, part in zip(
-                    before, pairs.after_result(*flags).after, strict=True
-                ):
+                pair = [tuple(x[rows] for x in part) for part in (before, after)]
+                following = States(*pair).after_result(*flags).after
+                for array, part in zip(before, following, strict=True):
                     array[rows] = part
             steps[rows] += 1
             is_unfinished = steps[rows] < horizon

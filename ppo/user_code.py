@@ -22,13 +22,7 @@ import numpy as np
 
 from envserve.envs.user_envs import sibling_imports, split_reference
 from envserve.text import message_of, one_line
-from ppo.errors import (
-    CallbackError,
-    ConfigError,
-    PpoError,
-    TrainingStopped,
-    suggestion,
-)
+from ppo.errors import CallbackError, ConfigError, PpoError, TrainingStopped, suggestion
 
 #: Maps paths of loaded files to their versions (modification time, size) and modules.
 _loaded: dict[str, tuple[tuple[int, int], ModuleType]] = {}

@@ -10,13 +10,11 @@ missed, or if a row is wrong or lost. Requires the extra `dev` (psutil).
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -66,13 +64,15 @@ class UnknownKeyClient:
         return time.monotonic() > self._until
 
 
-def flood(address: str, public: bytes, counts: tuple[int, int, int, int]) -> None:
+def flood(address: str, counts: tuple[int, int, int, int]) -> None:
     """Keep connections of unauthorised clients open, and replace those that are closed.
 
     `counts` is the number of clients of each kind, in the order of the options of
     `main`.
     """
     raise_file_limit()
+    server = KeyFolder().key("server")
+    assert server is not None
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     peers: list[ZmtpPeer | UnknownKeyClient | None] = [None] * len(kinds)
     for index, kind in itertools.cycle(enumerate(kinds)):
@@ -85,33 +85,13 @@ def flood(address: str, public: bytes, counts: tuple[int, int, int, int]) -> Non
         peers[index] = None
         with contextlib.suppress(OSError):
             if kind == 3:
-                peers[index] = UnknownKeyClient(address, public)
+                peers[index] = UnknownKeyClient(address, server.public)
                 continue
             peers[index] = peer = ZmtpPeer(address, None, 1.0)
             if kind == 1:
                 peer.send_half()
             elif kind == 2:
                 peer.begin_handshake()
-
-
-@contextlib.contextmanager
-def flooding(
-    server: ServerProcess, counts: tuple[int, int, int, int], cores: Cores
-) -> Iterator[None]:
-    """Run `flood` in a separate process until the `with` block ends."""
-    keys = KeyFolder().key("server")
-    assert keys is not None
-    spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=flood, args=(server.address, keys.public, counts))
-    with cores.of("attacker"):
-        process.start()
-    try:
-        time.sleep(5.0)  # time to start and to connect all clients
-        yield
-        assert process.is_alive(), "expected the attacker to run; it has exited"
-    finally:
-        process.kill()
-        process.join()
 
 
 def measure(server: ServerProcess, client: HonestClient, seconds: float) -> Measured:
@@ -172,7 +152,8 @@ def run(
         stack.enter_context(cores.of("client"))
         client = stack.enter_context(honest_client(server))
         before = measure(server, client, min(10.0, seconds))
-        with flooding(server, counts, cores):
+        with cores.attack(flood, server.address, counts):
+            time.sleep(5.0)  # time to start and to connect all clients
             absence = kill_worker(server)
             during = measure(server, client, seconds)
         print("all connections closed:", server.log.count("closed all connections"))

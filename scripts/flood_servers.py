@@ -47,7 +47,7 @@ from envserve.wire.message import Buffer, Message, decode, encode
 from envserve.wire.sockets import use_keys
 from envserve.wire.status import ServerStatus
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.test_metrics_port import read_with_retries, samples
+from tests.envserve.test_metrics_port import current_samples
 
 _NUM_ENVS = 8
 _MIN_RATIO = 0.9
@@ -205,22 +205,6 @@ def _connect_with_unknown_keys(
         time.sleep(max(0.0, next_at - time.monotonic()))
 
 
-@contextlib.contextmanager
-def _flooder(kind: str, address: str, count: int, secret: bytes) -> Iterator[None]:
-    """Flood a server from a separate process until the `with` block ends."""
-    spawn = multiprocessing.get_context("spawn")
-    started = spawn.Event()
-    process = spawn.Process(target=_flood, args=(kind, address, count, secret, started))
-    process.start()
-    try:
-        assert started.wait(60.0), "expected the flood to start within 60 s"
-        yield
-        assert process.is_alive(), "expected the flood to run; it has exited"
-    finally:
-        process.kill()
-        process.join()
-
-
 def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
     """Return steps per second, and the longest step in seconds."""
     actions = np.zeros(_NUM_ENVS, np.int64)
@@ -235,8 +219,7 @@ def _measure(batch: BatchEnv, seconds: float) -> tuple[float, float]:
 
 
 def _metric(server: ServerProcess, name: str) -> float:
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
-    return samples(read_with_retries(address))[f"envserve_{name}"]
+    return current_samples(server.metrics_address)[f"envserve_{name}"]
 
 
 def _compare(
@@ -256,10 +239,11 @@ def _compare(
     alone, _ = _measure(batch, args.seconds)
     for _ in range(args.rounds):
         for address in (other, flooded):
-            with cores.of("attacker"):
-                flooder = _flooder(kind, address, num_connections, next(secrets))
-                with flooder, cores.of("client"):
-                    runs[address].append(_measure(batch, args.seconds))
+            started = multiprocessing.get_context("spawn").Event()
+            arguments = (kind, address, num_connections, next(secrets), started)
+            with cores.attack(_flood, *arguments):
+                assert started.wait(60.0), "expected the flood to start within 60 s"
+                runs[address].append(_measure(batch, args.seconds))
     control_rate, flooded_rate = (
         statistics.median(rate for rate, _ in runs[x]) for x in (other, flooded)
     )

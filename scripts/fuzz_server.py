@@ -47,6 +47,7 @@ from tests.envserve.zmtp_peers import honest_client
 NUM_ENVS: Final = 4
 NUM_BLOCKS: Final = 2
 ACTIONS: Final = bytes(8 * NUM_ENVS)
+RESET: Final = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
 OPTIONS: Final = (
     *("--allow-kwarg", "length", "--expose", "echo", "--drain-grace", "0"),
     *("--log-level", "error"),
@@ -94,7 +95,6 @@ class FuzzingClient:
 
     def in_session(self) -> list[list[Buffer]]:
         """Return messages that are valid in the current state of the session."""
-        reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
         call = CallBody.from_calls([make_call([0], "call", "echo", 1.5)]).encode()
         step = self._message(MessageType.STEP, self._next(), ACTIONS)
         if self._last_step is not None:
@@ -104,7 +104,7 @@ class FuzzingClient:
             *[step] * 3,
             *[self._last_step or step] * 3,  # copies, which get the same reply
             self._message(MessageType.STEP, self._next()[:1], ACTIONS[: 8 * 2]),
-            self._message(MessageType.RESET, self._next(), reset),
+            self._message(MessageType.RESET, self._next(), RESET),
             self._message(MessageType.CALL, self._next()[:1], call),
             self._message(MessageType.PING),
         ]
@@ -141,8 +141,7 @@ class FuzzingClient:
                 break
             assert time.monotonic() < deadline, reply
         self.epoch, self._seqs, self._has_lease = reply.epoch, [0] * NUM_BLOCKS, True
-        reset = ResetBody(resets=((None, None),) * NUM_BLOCKS).encode()
-        reply = self._ask(MessageType.RESET, self._next(), reset)
+        reply = self._ask(MessageType.RESET, self._next(), RESET)
         self.num_valid_results += reply.type is MessageType.RESULT
 
     def _next(self) -> tuple[tuple[int, int], ...]:

@@ -83,11 +83,7 @@ class Recording:
             for frame in frames
         )
         first.save(
-            path,
-            save_all=True,
-            append_images=others,
-            duration=self.durations,
-            loop=0,
+            path, save_all=True, append_images=others, duration=self.durations, loop=0
         )
 
 

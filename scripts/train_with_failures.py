@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,50 +61,44 @@ def run_in_thread(
 
 
 def kill_repeatedly(
-    servers: Sequence[ServerProcess],
-) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill workers and servers until the `with` block ends; yield the counts."""
-
-    def kill(is_over: threading.Event, killed: Counter[str]) -> None:
-        next_server = time.monotonic() + FIRST_SERVER_SECONDS
-        while not is_over.wait(WORKER_SECONDS):
-            if workers := random.choice(servers).worker_pids:
-                with contextlib.suppress(
-                    ProcessLookupError
-                ):  # the worker has just exited
-                    os.kill(random.choice(workers), signal.SIGKILL)
-                    killed["workers killed"] += 1
-            if time.monotonic() >= next_server:
-                server = random.choice(servers)
-                server.kill()
-                server.restart()
-                killed["servers killed"] += 1
-                next_server += SERVER_SECONDS
-
-    return run_in_thread(kill)
+    servers: Sequence[ServerProcess], is_over: threading.Event, killed: Counter[str]
+) -> None:
+    """Kill workers and servers until `is_over` is set."""
+    next_server = time.monotonic() + FIRST_SERVER_SECONDS
+    while not is_over.wait(WORKER_SECONDS):
+        if workers := random.choice(servers).worker_pids:
+            with contextlib.suppress(ProcessLookupError):  # the worker has just exited
+                os.kill(random.choice(workers), signal.SIGKILL)
+                killed["workers killed"] += 1
+        if time.monotonic() >= next_server:
+            server = random.choice(servers)
+            server.kill()
+            server.restart()
+            killed["servers killed"] += 1
+            next_server += SERVER_SECONDS
 
 
 def swap(
-    servers: Sequence[ServerProcess], add: Callable[[], ServerProcess], left: set[str]
-) -> contextlib.AbstractContextManager[Counter[str]]:
-    """Kill one server, add one and drain one in the `with` block; yield the counts.
+    servers: Sequence[ServerProcess],
+    add: Callable[[], ServerProcess],
+    left: set[str],
+    is_over: threading.Event,
+    done: Counter[str],
+) -> None:
+    """Kill one server, add one and drain one, unless `is_over` is set.
 
     The address of a server is added to `left` before it is killed or drained.
     """
-
-    def change(is_over: threading.Event, done: Counter[str]) -> None:
-        if not is_over.wait(FIRST_SERVER_SECONDS):
-            left.add(servers[0].address)
-            servers[0].kill()
-            done["killed"] += 1
-        if not is_over.wait(FIRST_SERVER_SECONDS):
-            add()
-            done["added"] += 1
-            left.add(servers[1].address)
-            servers[1].signal(signal.SIGTERM)
-            done["drained"] += servers[1].wait() == 0
-
-    return run_in_thread(change)
+    if not is_over.wait(FIRST_SERVER_SECONDS):
+        left.add(servers[0].address)
+        servers[0].kill()
+        done["killed"] += 1
+    if not is_over.wait(FIRST_SERVER_SECONDS):
+        add()
+        done["added"] += 1
+        left.add(servers[1].address)
+        servers[1].signal(signal.SIGTERM)
+        done["drained"] += servers[1].wait() == 0
 
 
 class RowCheck:
@@ -171,8 +166,12 @@ def train_once(
             return check.watch(env) if leave else env
 
         started = time.perf_counter()
-        change = swap(servers, add, check.left) if leave else kill_repeatedly(servers)
-        with change as counts:
+        change = (
+            partial(swap, servers, add, check.left)
+            if leave
+            else partial(kill_repeatedly, servers)
+        )
+        with run_in_thread(change) as counts:
             result = train(config, run_folder, make_checked_env)
         seconds = time.perf_counter() - started
         evaluation = evaluate_run(config, run_folder, make_env, result.agent)

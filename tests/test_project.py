@@ -53,10 +53,7 @@ def loaded_by(statement: str) -> set[str]:
     """Return the top-level modules that a statement loads in a new interpreter."""
     code = f"{statement}\nimport sys\nprint(*{{n.split('.')[0] for n in sys.modules}})"
     finished = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
     assert finished.returncode == 0, finished.stderr
     return set(finished.stdout.split())

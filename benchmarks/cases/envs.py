@@ -35,9 +35,7 @@ class _ConstantEnv(gymnasium.Env[Array, np.int64]):
         self._episode_length = episode_length
         self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._step = 0
         return self._observation, {}
@@ -72,9 +70,7 @@ class SleepEnv(_ConstantEnv):
         self._step_seconds = step_seconds
         self._reset_seconds = reset_seconds
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Sleep, and start a new episode."""
         if self._reset_seconds:
             time.sleep(self._reset_seconds)
@@ -124,9 +120,7 @@ class RequestEnv(gymnasium.Env[Array, Array]):
         self.action_space = spaces.Box(0, 2**62, (2,), np.int64)
         self._steps = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Set the step count to 0."""
         super().reset(seed=seed)
         self._steps = 0
@@ -151,9 +145,7 @@ class TimedEnv(gymnasium.Wrapper[Any, Any, Any, Any]):
         super().__init__(make_env(env_name, {}))
         self.seconds = 0.0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Reset the env."""
         started = time.perf_counter()
         result = self.env.reset(seed=seed, options=options)

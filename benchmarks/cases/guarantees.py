@@ -12,14 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.command import (
-    CORES,
-    Repetitions,
-    Run,
-    Seconds,
-    Workers,
-    sub_command,
-)
+from benchmarks.command import CORES, Repetitions, Run, Seconds, Workers, sub_command
 from benchmarks.harness import Case
 from benchmarks.result import median, ratio, spread
 from envserve.bench.cases import stepping_batch_env

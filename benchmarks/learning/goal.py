@@ -117,11 +117,7 @@ def learning_ours(
                 should_stop=lambda: bool(last) and last[-1].mean_return >= goal,
             )
         seconds = time.perf_counter() - started
-        return {
-            SECONDS: seconds,
-            STEPS: last[-1].steps,
-            RETURN: last[-1].mean_return,
-        }
+        return {SECONDS: seconds, STEPS: last[-1].steps, RETURN: last[-1].mean_return}
 
     yield measure
 

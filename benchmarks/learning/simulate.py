@@ -53,7 +53,7 @@ def simulate(
         columns={
             "us per batch step": median(MICROSECONDS),
             "lowest - highest": spread(MICROSECONDS),
-            f"/ {STEP}": ratio(lambda case: STEP, MICROSECONDS),
+            f"/ {STEP}": ratio(STEP, MICROSECONDS),
         },
         notes=[
             f"{STEP} gets actions chosen in advance. The networks are the default ones."

@@ -88,11 +88,7 @@ def stalls(
 
 @contextlib.contextmanager
 def _collecting(
-    work: RolloutLoad,
-    servers: int,
-    env_seconds: float,
-    stalls: Stalls,
-    act_on: float,
+    work: RolloutLoad, servers: int, env_seconds: float, stalls: Stalls, act_on: float
 ) -> Iterator[Measure]:
     with (
         simulated_servers(servers, env_seconds, stalls=stalls) as addresses,

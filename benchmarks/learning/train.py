@@ -150,10 +150,7 @@ def paused_training(
     from ppo.train import train
 
     # SB3 writes no checkpoints, so write none after the first.
-    config = config.replace(
-        total_steps=_ENDLESS,
-        checkpoint_seconds=float(_ENDLESS),
-    )
+    config = config.replace(total_steps=_ENDLESS, checkpoint_seconds=float(_ENDLESS))
     gate = Gate()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())

@@ -88,20 +88,12 @@ def _check_table(points: Points, part: str) -> str:
     rows = []
     for p in points[part]:
         model = model_of(points, "thread", keys=p.keys)
-        rows.append(
-            [
-                *(
-                    p.servers_are,
-                    _yes_or_no(p.keys),
-                    f"{p.delay_ms:g}",
-                    f"{p.env_us / 1e3:g}",
-                ),
-                *(f"{number:,}" for number in (p.servers, p.envs, p.size, p.splits)),
-                *(f"{us:,.0f}" for us in (p.wall, p.process, p.thread)),
-                f"{model.predict(p):,.0f}",
-                _percent(model.predict(p) / p.thread - 1),
-            ]
-        )
+        predicted = model.predict(p)
+        cells = [p.servers_are, _yes_or_no(p.keys)]
+        cells += [f"{number:g}" for number in (p.delay_ms, p.env_us / 1e3)]
+        cells += [f"{number:,}" for number in (p.servers, p.envs, p.size, p.splits)]
+        cells += [f"{us:,.0f}" for us in (p.wall, p.process, p.thread, predicted)]
+        rows.append([*cells, _percent(predicted / p.thread - 1)])
     headings = [
         *("server", "keys", "delay, ms", "env time, ms", "servers", "envs each"),
         *("bytes", "splits", "wall", "process", "thread", "predicted", "error"),
@@ -130,16 +122,10 @@ def _wire_table(points: Points) -> str:
     for p in (*points["check"], *points["namespaces"]):
         if p.env_us or p.delay_ms:
             continue
-        cells = [
-            p.servers_are,
-            _yes_or_no(p.keys),
-            f"{p.servers}",
-            f"{p.envs}",
-            f"{p.size:,}",
-        ]
+        cells = [p.servers_are, _yes_or_no(p.keys), f"{p.servers}", f"{p.envs}"]
+        cells += [f"{p.size:,}", f"{p.splits}"]
         messages = 2 * p.servers * p.splits / p.num_envs
-        size = p.wire / p.num_envs
-        rows.append([*cells, f"{p.splits}", f"{messages:.3g}", f"{size:,.0f}"])
+        rows.append([*cells, f"{messages:.3g}", f"{p.wire / p.num_envs:,.0f}"])
     headings = ["server", "keys", "servers", "envs each", "bytes of observation"]
     headings += ["splits", "messages per env step", "bytes per env step"]
     return as_markdown(headings, rows, num_texts=2)

@@ -1,12 +1,13 @@
-"""Helpers for scripts that attack a server: assign CPU cores, and check goals."""
+"""Helpers for scripts that attack a server: processes and their cores, and goals."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing
 import os
-from collections.abc import Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -53,6 +54,20 @@ class Cores:
             yield
         finally:
             os.sched_setaffinity(0, before)
+
+    @contextlib.contextmanager
+    def attack(self, target: Callable[..., None], *args: Any) -> Iterator[None]:
+        """Call `target` in an attacker's process until the `with` block ends."""
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=target, args=args)
+        with self.of("attacker"):
+            process.start()
+        try:
+            yield
+            assert process.is_alive(), "expected the attacker to run; it has exited"
+        finally:
+            process.kill()
+            process.join()
 
 
 class Goals:

@@ -32,7 +32,7 @@ from ppo.evaluation.evaluate import (
     evaluation_seed,
 )
 from ppo.evaluation.rendering import frames_per_second, render_frame
-from ppo.in_graph_batch_env import InGraphBatchEnv, check_finite
+from ppo.in_graph_batch_env import check_finite
 from ppo.rollout import Episode
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId
@@ -189,19 +189,18 @@ class _Actor:
 
     Args:
       agent: The agent.
-      env: The env, for its spaces and for error messages.
+      env: The env, for error messages.
       actions: "mode" for the most likely actions, "sample" for sampled ones.
       seed: Seed of sampled actions, which differ in every step.
     """
 
     def __init__(self, agent: Agent, env: BatchEnv, actions: str, seed: int) -> None:
-        graph_env = InGraphBatchEnv(env, agent.actions)
         choose = agent.act if actions == "sample" else agent.mode
 
         @tf.function
         def act(observation: Any, seed: tf.Tensor, *state: tf.Tensor) -> Any:
             action, _, *next_state = choose(observation, seed, *state)
-            return graph_env.to_env_action(action), next_state
+            return agent.actions.to_env_action(action), next_state
 
         self._act, self._env = act, env
         self._seeds = zip(itertools.repeat(seed % 2**31), itertools.count())

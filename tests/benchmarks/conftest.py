@@ -22,6 +22,18 @@ from tests.envserve.conftest import pools_of
 Bench = Callable[..., dict[str, Any]]
 
 
+def measure_here(
+    cases: Sequence[Case], repetitions: int, say: Callable[[str], None]
+) -> Measurements:
+    """Measure cases like `measure_cases`, but in this process, which starts faster."""
+    with contextlib.ExitStack() as stack:
+        measures = {
+            case.name: stack.enter_context(case.open(**case.arguments))
+            for case in pickle.loads(pickle.dumps(cases))  # as for a process
+        }
+        return interleave(measures, repetitions, say)
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     def run(*arguments: str) -> dict[str, Any]:
@@ -49,19 +61,8 @@ def launcher() -> Iterator[Launcher]:
 @pytest.fixture
 def bench_here(
     bench: Bench, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> Bench:
-    """Return `bench`, but measure the cases in this process, which starts faster."""
-
-    def measure_here(
-        cases: Sequence[Case], repetitions: int, say: Callable[[str], None]
-    ) -> Measurements:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(pools_of(launcher))
-            measures = {
-                case.name: stack.enter_context(case.open(**case.arguments))
-                for case in pickle.loads(pickle.dumps(cases))  # as for a process
-            }
-            return interleave(measures, repetitions, say)
-
+) -> Iterator[Bench]:
+    """Return `bench`, but measure the cases in this process."""
     monkeypatch.setattr("benchmarks.command.measure_cases", measure_here)
-    return bench
+    with pools_of(launcher):
+        yield bench

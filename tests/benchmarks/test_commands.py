@@ -26,6 +26,7 @@ from ppo.config import Config
 from tests.benchmarks.conftest import Bench
 
 TINY = ("--seconds", "0.02", "--repetitions", "1")
+LOAD = Workload("CartPole-v1", 1, 1, 0.01)
 
 
 def test_step_measures_envserve_and_all_installed_peers(bench: Bench) -> None:
@@ -118,17 +119,9 @@ def test_memory_includes_descendants_of_a_process() -> None:
 @pytest.mark.parametrize(
     ("opener", "arguments", "module"),
     [
-        (
-            peers.sb3_subprocess,
-            (Workload("CartPole-v1", 1, 1, 0.01),),
-            "stable_baselines3",
-        ),
-        (
-            peers.tianshou_shared_memory,
-            (Workload("CartPole-v1", 1, 1, 0.01),),
-            "tianshou",
-        ),
-        (peers.envpool, (Workload("CartPole-v1", 1, 1, 0.01),), "envpool"),
+        (peers.sb3_subprocess, (LOAD,), "stable_baselines3"),
+        (peers.tianshou_shared_memory, (LOAD,), "tianshou"),
+        (peers.envpool, (LOAD,), "envpool"),
         (learning_sb3, ("cartpole", 475.0, 1000), "torch"),
         (training_sb3, (Config(env_name="CartPole-v1"), 1, "SubprocVecEnv"), "torch"),
         (training_sb3, (Config(env_name="CartPole-v1"), 1, "DummyVecEnv"), "torch"),

@@ -99,9 +99,7 @@ def test_the_speed_of_images_is_in_bytes_per_second() -> None:
 def test_the_cost_of_the_guarantees_is_relative_to_the_bare_slab() -> None:
     case = "CartPole-v1, 16 envs"
     ways = {f"{case}: bare slab": 100.0, f"{case}: BatchEnv.local": 85.0}
-    result = {
-        "repetitions": {c: [{"steps_per_second": v}] for c, v in ways.items()},
-    }
+    result = {"repetitions": {c: [{"steps_per_second": v}] for c, v in ways.items()}}
     meaning = f"{case}, BatchEnv.local / bare slab"
     assert value_of("guarantees", meaning, result) == 0.85
     bounds = {g.meaning: g.bound for g in GOALS if g.part == "guarantees"}

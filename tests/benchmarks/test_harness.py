@@ -23,9 +23,7 @@ def raising(error: Exception) -> Case:
 ABSENT = raising(Skip("there is no simulator here"))
 
 
-def test_cases_alternate_in_separate_processes_and_are_closed(
-    tmp_path: Path,
-) -> None:
+def test_cases_alternate_in_separate_processes_and_are_closed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     progress: list[str] = []
     cases = [counting(name, log) for name in ("a", "b", "c")]

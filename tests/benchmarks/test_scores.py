@@ -13,12 +13,7 @@ import pytest
 import typer
 
 from benchmarks.scores.command import _read, _run, main
-from benchmarks.scores.document import (
-    aggregate,
-    measured,
-    table_rows,
-    write_document,
-)
+from benchmarks.scores.document import aggregate, measured, table_rows, write_document
 from benchmarks.scores.run_one import Score, read_score
 from benchmarks.scores.tasks import RANDOM_RETURNS, TASKS, Task
 from ppo.config.named_configs import CONFIGS, EXPECTED_RESULTS, expected_result

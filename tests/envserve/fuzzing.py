@@ -246,10 +246,7 @@ def _bodies() -> list[tuple[type, list[Any]]]:
         (Pong, [Pong(running={0: 12, 3: 4000})]),
         (Drain, [Drain(grace_ms=7)]),
         (ErrorBody, [error]),
-        (
-            ResultReport,
-            [_Encoded(report), ResultReport(infos=columns)],
-        ),
+        (ResultReport, [_Encoded(report), ResultReport(infos=columns)]),
         (
             Attach,
             [

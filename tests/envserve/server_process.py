@@ -140,6 +140,10 @@ class ServerProcess:
         return self._log.read()
 
     @property
+    def metrics_address(self) -> str:
+        return self.log.rpartition("metrics are at ")[2].split()[0]
+
+    @property
     def worker_pids(self) -> list[int]:
         """The pids of the workers, which the template process has forked."""
         return with_descendants(self.process.pid)[2:]

@@ -180,10 +180,7 @@ ENCODED: Final[dict[str, Space]] = {
 }
 #: Unsupported spaces, and a pattern that matches the error.
 UNSUPPORTED: Final[dict[str, tuple[Space, str]]] = {
-    "user_space": (
-        Points(),
-        r"got Points\(\), a Points; derive its class from one of",
-    ),
+    "user_space": (Points(), r"got Points\(\), a Points; derive its class from one of"),
     "nine_deep": (nested(8), "at most 8 levels deep.*flatten the space"),
     "longdouble": (Box(0, 1, (2,), np.longdouble), "expected one of the dtypes"),
     "tuple_keys": (Dict({(1, 2): Discrete(2)}), "expected str or int keys"),  # type: ignore[dict-item]
@@ -217,9 +214,7 @@ class TableEnv(gymnasium.Env[Any, Any]):
         self.action_space = self.observation_space if echoes_actions else Discrete(2)
         self._echoes_actions = echoes_actions
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)

@@ -11,10 +11,7 @@ from gymnasium.vector.utils import batch_space
 
 from envserve.errors import ActionError
 from envserve.slab import Rows
-from envserve.spaces.action_checks import (
-    check_action_rows,
-    check_actions,
-)
+from envserve.spaces.action_checks import check_action_rows, check_actions
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 from tests.oracle.probe_envs import SPACES

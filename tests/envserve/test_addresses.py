@@ -193,9 +193,7 @@ def test_an_unknown_host_fails_at_once() -> None:
 
 
 @pytest.mark.parametrize("name", ["sim..local", "x" * 64, "sims." + "x" * 64])
-def test_an_impossible_host_name_fails_like_an_unknown_host(
-    name: str,
-) -> None:
+def test_an_impossible_host_name_fails_like_an_unknown_host(name: str) -> None:
     for source in (name, f"dns://{name}:7"):
         with pytest.raises(
             AddressError, match=f"cannot resolve {name}; check"

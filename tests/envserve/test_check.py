@@ -20,11 +20,7 @@ from envserve.errors import ConnectError
 from envserve.spaces.env_spec import EnvSpec
 from envserve.wire.constants import ErrorCode
 from tests.command_line import Result, invoke
-from tests.envserve.broken_servers import (
-    DEFECTS,
-    ClipsActions,
-    StopsAfterABadEncoding,
-)
+from tests.envserve.broken_servers import DEFECTS, ClipsActions, StopsAfterABadEncoding
 from tests.envserve.checked_server import Envs, MemoryLink, Server, findings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"

@@ -315,11 +315,7 @@ def test_given_options_can_be_passed_on_as_words(
     ],
 )
 def test_a_wrong_file_of_options_is_an_error_of_one_line(
-    text: str | None,
-    error: str,
-    tmp_path: Path,
-    settings: list[HostSettings],
-    run: Run,
+    text: str | None, error: str, tmp_path: Path, settings: list[HostSettings], run: Run
 ) -> None:
     file = tmp_path / "server.toml"
     if text is not None:

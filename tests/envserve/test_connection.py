@@ -72,9 +72,7 @@ class FlakyConnection:
 
 
 @pytest.mark.parametrize("tries_again", [True, False])
-def test_only_sockets_that_do_not_reconnect_count_as_errors(
-    tries_again: bool,
-) -> None:
+def test_only_sockets_that_do_not_reconnect_count_as_errors(tries_again: bool) -> None:
     """A connection that keeps breaking is not an error."""
     session: ClientSession = make_client()
     connection, now = FlakyConnection(tries_again=tries_again), 0.0
@@ -171,10 +169,7 @@ def test_one_thread_attaches_all_lanes(wait_until: WaitUntil) -> None:
     with ExitStack() as stack:
         for port in range(1, 5):  # no server listens there
             lane = RemoteLane(
-                f"tcp://127.0.0.1:{port}",
-                make_config(),
-                insecure=True,
-                context=context,
+                f"tcp://127.0.0.1:{port}", make_config(), insecure=True, context=context
             )
             stack.callback(lane.close)
         assert names().count("attacher") == 1
@@ -230,9 +225,7 @@ def test_an_endless_message_ends_the_lane_and_its_memory_is_freed(
     assert memory.growth() < MAX_GROWTH_BYTES
 
 
-def test_an_endless_message_raises_an_error_in_an_observer(
-    endless_server: str,
-) -> None:
+def test_an_endless_message_raises_an_error_in_an_observer(endless_server: str) -> None:
     memory = PeakMemory()
     with (
         Observer(endless_server, insecure=True) as observer,

@@ -53,8 +53,7 @@ def digest_of_a_run(batch: BatchEnv) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("env_name", "spare_envs"),
-    [("CartPole-v1", True), ("HalfCheetah-v5", False)],
+    ("env_name", "spare_envs"), [("CartPole-v1", True), ("HalfCheetah-v5", False)]
 )
 def test_the_same_seed_returns_the_same_rows_wherever_the_envs_run(
     env_name: str, spare_envs: bool, servers: list[str]

@@ -377,9 +377,7 @@ def test_a_lane_raises_soon_and_has_sent_nothing(
     assert keys is None or not any(b"ENVS" in part for part in peer.received)
 
 
-def test_a_stopped_server_is_reported_only_after_the_timeout(
-    serve: Serve,
-) -> None:
+def test_a_stopped_server_is_reported_only_after_the_timeout(serve: Serve) -> None:
     server = serve()
     server.signal(signal.SIGSTOP)
     try:

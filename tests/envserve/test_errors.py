@@ -14,11 +14,7 @@ from envserve.lane import Block, Fault
 from envserve.slab import Status
 from envserve.spaces.codec import CodecError
 from envserve.wire.result_report import ResultReport
-from envserve.worker.worker_report import (
-    decode_report,
-    encode_report,
-    fault_from_error,
-)
+from envserve.worker.worker_report import decode_report, encode_report, fault_from_error
 
 
 def test_every_error_is_public_and_derives_from_envserve_error() -> None:

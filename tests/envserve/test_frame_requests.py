@@ -131,8 +131,7 @@ def test_a_flight_record_counts_as_a_second_of_requests(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"rows": (0,) * 65}, {"width": 7}, {"width": 1025}, {"rows": (1 << 16,)}],
+    "change", [{"rows": (0,) * 65}, {"width": 7}, {"width": 1025}, {"rows": (1 << 16,)}]
 )
 def test_malformed_requests_are_rejected(host: Host, change: dict[str, Any]) -> None:
     body = FrameRequest(**{"lease": 1, "rows": (0,), **change}).encode()
@@ -239,9 +238,7 @@ def frame_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]
     return found[0], statuses
 
 
-def test_frames_continue_after_a_watched_worker_is_killed(
-    make_pool: PoolMaker,
-) -> None:
+def test_frames_continue_after_a_watched_worker_is_killed(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(LEDGER, 1, 1)
     before, _ = frame_of(pool)
     kill(pool.worker_pids[0])

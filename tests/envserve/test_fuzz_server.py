@@ -120,10 +120,7 @@ def valid_messages(boot: int) -> list[list[Buffer]]:
 
 
 def messages_of_odd_values(
-    boot: int,
-    epoch: int,
-    random: np.random.Generator,
-    session: int = LEASED_SESSION,
+    boot: int, epoch: int, random: np.random.Generator, session: int = LEASED_SESSION
 ) -> Iterator[list[Buffer]]:
     """Yield well-formed control messages in which one field has an odd value.
 

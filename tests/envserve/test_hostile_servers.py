@@ -124,8 +124,7 @@ def test_a_flood_does_not_delay_the_rows_of_another_server(
 
 
 @pytest.mark.parametrize(
-    ("script", "kind"),
-    [("nothing", MessageType.RESET), ("running", MessageType.STEP)],
+    ("script", "kind"), [("nothing", MessageType.RESET), ("running", MessageType.STEP)]
 )
 def test_a_server_that_replies_only_to_pings_does_not_block_calls_forever(
     host: Host, script: str, kind: MessageType

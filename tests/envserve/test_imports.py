@@ -454,8 +454,7 @@ E.action_space = gymnasium.spaces.Discrete(3)
 
 
 @pytest.mark.parametrize(
-    ("expected", "preload"),
-    [*((text, True) for text in EXITS), ("SystemExit", False)],
+    ("expected", "preload"), [*((text, True) for text in EXITS), ("SystemExit", False)]
 )
 def test_import_that_exits_is_tried_once_and_reported(
     folder: Path, capfd: pytest.CaptureFixture[str], expected: str, preload: bool

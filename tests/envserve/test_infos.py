@@ -346,8 +346,5 @@ def test_values_that_raise_are_omitted() -> None:
     copies = {row: copy_info(info) for row, info in infos.items()}
     budget = InfoBudget(1000, 1000)
     decoded = codec.decode(encode_infos(copies, budget, budget))
-    assert decoded == {
-        0: {"b": 1, "omitted": ["a"]},
-        1: {"b": 2, "omitted": ["a"]},
-    }
+    assert decoded == {0: {"b": 1, "omitted": ["a"]}, 1: {"b": 2, "omitted": ["a"]}}
     assert copy_info(Unreadable()) == {}

@@ -326,9 +326,7 @@ def test_a_pin_with_a_wildcard_applies_to_all_servers_of_a_cluster(
     assert folder.keys_for(resolved) == (one, folder.key("client"))
 
 
-def test_an_invalid_pin_is_an_error(
-    folder: KeyFolder,
-) -> None:
+def test_an_invalid_pin_is_an_error(folder: KeyFolder) -> None:
     create_all_files(folder)
     with (folder.path / "servers").open("a") as file:
         file.write("tcp://sim2:5555\n")
@@ -412,9 +410,7 @@ def test_an_invitation_expires(folder: KeyFolder) -> None:
     assert [grant.name for grant in folder.clients.grants()] == ["other"]
 
 
-def test_using_a_new_invitation_replaces_the_old_key(
-    folder: KeyFolder,
-) -> None:
+def test_using_a_new_invitation_replaces_the_old_key(folder: KeyFolder) -> None:
     first, second = KeyPair.generate().public, KeyPair.generate().public
     folder.clients.enrol(invite(folder, "ci"), first, NOW)
     unused = invite(folder, "ci")

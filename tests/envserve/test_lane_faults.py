@@ -82,10 +82,7 @@ def test_an_env_that_raises_affects_only_its_row(
 
 @pytest.mark.parametrize(
     ("fault", "cause"),
-    [
-        ("raise", "the simulator lost its balance"),
-        ("exit", "exited with code 3"),
-    ],
+    [("raise", "the simulator lost its balance"), ("exit", "exited with code 3")],
 )
 def test_a_fault_can_raise_in_the_caller(
     make_batch: MakeBatch, spare_envs: bool, fault: str, cause: str

@@ -141,11 +141,7 @@ def test_equal_ends_of_workers_are_counted(
     began_at = time.monotonic()
     script = "print('goodbye from', os.getpid(), file=sys.stderr); os._exit(3)"
     pool = make_pool.and_reset(
-        SCRIPT,
-        4,
-        4,
-        crash_dir=None,
-        env_kwargs={"step": f"if action: {script}"},
+        SCRIPT, 4, 4, crash_dir=None, env_kwargs={"step": f"if action: {script}"}
     )
     for _ in range(3):
         step(pool, 1)
@@ -184,12 +180,7 @@ def test_resets_that_succeed_at_the_second_attempt_are_counted(
     script = "assert self.value is None, 'can be reset once'; self.value = 1"
     clock = Clock()
     pool = make_pool.and_reset(
-        SCRIPT,
-        4,
-        2,
-        clock=clock,
-        crash_dir=None,
-        env_kwargs={"reset": script},
+        SCRIPT, 4, 2, clock=clock, crash_dir=None, env_kwargs={"reset": script}
     )
     for _ in range(3):
         assert not any(outcome.error for outcome in reset(pool))

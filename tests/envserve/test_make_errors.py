@@ -41,11 +41,7 @@ pytestmark = pytest.mark.usefixtures("one_launcher")
         (make_vec, {"vectorization_mode": "threads"}, "or no value, .*got 'threads'"),
         (make_vec, {"vector_kwargs": {"copies": 1}}, "autoreset_mode, copy,.*copies=1"),
         (make_vec, {"vector_kwargs": {"worker": print}}, "vector_kwargs: .*worker=<"),
-        (
-            make_vec,
-            {"step_timeouts": 2},
-            "'step_timeouts'; did you mean step_timeout?",
-        ),
+        (make_vec, {"step_timeouts": 2}, "'step_timeouts'; did you mean step_timeout?"),
         (make_vec, {"num_worker": 2}, "'num_worker'; did you mean num_workers?"),
         (make_vec, {"workers": 2}, "'workers'; did you mean num_workers?"),
         (make_vec, {"step_timeout_seconds": 2}, "did you mean step_timeout?"),

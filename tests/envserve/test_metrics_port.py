@@ -82,12 +82,12 @@ def read(address: str) -> str:
         return str(response.read().decode())
 
 
-def read_with_retries(address: str) -> str:
+def current_samples(address: str) -> dict[str, float]:
     """Read the metrics; after timeouts and other errors, retry for a minute."""
     give_up_at = time.monotonic() + 60
     while True:
         try:
-            return read(address)
+            return samples(read(address))
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
@@ -188,9 +188,7 @@ def test_clients_that_send_or_read_nothing_delay_others_by_only_a_second(
         socket.create_connection((host, int(number))) as deaf,
     ):
         deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        assert (
-            samples(read_with_retries(port.address))["envserve_env_steps_total"] == 70
-        )
+        assert current_samples(port.address)["envserve_env_steps_total"] == 70
         silent.settimeout(20)
         assert silent.recv(1) == b""  # the port has closed the connection
 
@@ -214,9 +212,7 @@ def test_a_client_that_sends_byte_by_byte_delays_others_by_only_a_second(
                 continue
             except ConnectionResetError:
                 break
-        assert (
-            samples(read_with_retries(port.address))["envserve_env_steps_total"] == 70
-        )
+        assert current_samples(port.address)["envserve_env_steps_total"] == 70
 
 
 def test_an_address_that_cannot_be_used_is_an_error(port: MetricsPort) -> None:
@@ -237,16 +233,14 @@ def test_the_error_about_missing_packages_names_the_extra(
 
 def test_a_server_provides_its_counters(serve: Serve) -> None:
     server = serve("--metrics-port", "0")
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    address = server.metrics_address
     assert address.startswith("http://127.0.0.1:")
-    before = samples(read_with_retries(address))
+    before = current_samples(address)
     assert before["envserve_env_steps_total"] == 0
     assert before["envserve_received_messages_total"] == 0
     server.welcome()
     give_up_at = time.monotonic() + 60
-    while not (found := samples(read_with_retries(address)))[
-        "envserve_received_messages_total"
-    ]:
+    while not (found := current_samples(address))["envserve_received_messages_total"]:
         assert time.monotonic() < give_up_at  # the status is cached for a moment
     assert found["envserve_sent_bytes_total"] > found["envserve_received_bytes_total"]
 
@@ -255,7 +249,7 @@ def test_counts_of_faults_and_rows_match_the_ledger(
     serve: Serve, random_generator: np.random.Generator
 ) -> None:
     server = serve("--metrics-port", "0", *OPENINGS)
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    address = server.metrics_address
     # An exception invalidates one row, and the death of a worker its two rows.
     kinds = {997: ("ENV_ERROR", 1), 998: ("WORKER_DIED", 2)}
     env_kwargs = {"failures": {"raise": {"actions": [997]}, "kill": {"actions": [998]}}}
@@ -275,10 +269,10 @@ def test_counts_of_faults_and_rows_match_the_ledger(
                 lost[kind] += cost
             ledger.step(actions, batch.step(actions))
         give_up_at = time.monotonic() + 60
-        found = samples(read_with_retries(address))
+        found = current_samples(address)
         while found["envserve_env_steps_total"] != ledger.num_valid:
             assert time.monotonic() < give_up_at, found
-            found = samples(read_with_retries(address))
+            found = current_samples(address)
     assert {status.name: n for status, n in ledger.losses.items()} == lost
     for kind in ("ENV_ERROR", "WORKER_DIED", "TIMEOUT", "SERVER_LOST"):
         assert found.get(f"envserve_faults_total kind={kind}", 0) == faults[kind]
@@ -291,12 +285,12 @@ def test_refused_keys_and_reopened_sockets_are_counted(
     serve: Serve, wait_until: WaitUntil
 ) -> None:
     server = serve("--metrics-port", "0")
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    address = server.metrics_address
     keys = KeyFolder().key("server")
     assert keys is not None
 
     def count(short: str) -> float:
-        return samples(read_with_retries(address))[f"envserve_{short}_total"]
+        return current_samples(address)[f"envserve_{short}_total"]
 
     assert (count("refused_keys"), count("reopened")) == (0, 0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
@@ -348,12 +342,12 @@ def test_a_server_whose_metrics_are_read_continuously_still_ends_at_once(
     serve: Serve,
 ) -> None:
     server = serve("--metrics-port", "0")
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
+    address = server.metrics_address
     have_read = threading.Barrier(5)
 
     def read_until_closed() -> int:
         """Read until the port is closed; return 503 if a request timed out, else 0."""
-        read_with_retries(address)
+        current_samples(address)
         have_read.wait(60)
         try:
             while True:

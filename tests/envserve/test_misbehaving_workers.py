@@ -147,9 +147,7 @@ def test_a_reply_to_an_operation_of_another_worker_is_invalid() -> None:
         assert gather(made.pool, [1]) == [Outcome(1)]
 
 
-def test_second_reply_to_the_same_step_is_invalid(
-    fake_pool: PoolOfFakeWorkers,
-) -> None:
+def test_second_reply_to_the_same_step_is_invalid(fake_pool: PoolOfFakeWorkers) -> None:
     message = fake_pool.start_step()
     culprit = fake_pool.worker
     for _ in range(2):

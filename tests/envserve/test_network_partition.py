@@ -136,11 +136,7 @@ def test_a_pulled_cable_costs_an_episode_only_if_the_lease_expires(
 def main(address: str, journal: str) -> None:
     pauses = []
     with BatchEnv.connect(
-        LEDGER,
-        [address],
-        NUM_ENVS,
-        env_kwargs={"journal": journal},
-        insecure=True,
+        LEDGER, [address], NUM_ENVS, env_kwargs={"journal": journal}, insecure=True
     ) as batch:
         # No root seed: a new lease skips more incarnations than the ledger tries.
         player = BatchDriver(batch, Ledger(NUM_ENVS, None), np.random.default_rng())

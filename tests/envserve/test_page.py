@@ -39,10 +39,7 @@ def kill() -> str:
     raise ServerError("there is no worker to kill")
 
 
-BUTTONS = {
-    "greet": ("Greet", lambda: "hello"),
-    "kill": ("Kill a worker", kill),
-}
+BUTTONS = {"greet": ("Greet", lambda: "hello"), "kill": ("Kill a worker", kill)}
 
 
 Build = Callable[[str], Starlette]
@@ -433,10 +430,7 @@ def test_the_next_free_port_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("host", "error"),
-    [
-        ("192.0.2.1", r"192\.0\.2\.1:80: "),
-        ("ü..b", r"ü\.\.b:80: .*label empty"),
-    ],
+    [("192.0.2.1", r"192\.0\.2\.1:80: "), ("ü..b", r"ü\.\.b:80: .*label empty")],
 )
 def test_a_host_that_the_page_cannot_listen_on_raises(host: str, error: str) -> None:
     with pytest.raises(ServerError, match=f"cannot listen on .*{error}"):
@@ -534,10 +528,7 @@ def test_ctrl_c_closes_a_finished_page_that_a_browser_shows(
             ["127.0.0.1", "--host", "192.0.2.1"],
             "pass an address of this host as --host",
         ),
-        (
-            ["127.0.0.1", "--run", __file__],
-            "expected a run folder; got the file",
-        ),
+        (["127.0.0.1", "--run", __file__], "expected a run folder; got the file"),
     ],
 )
 def test_a_page_that_cannot_be_served_is_an_error_of_one_line(

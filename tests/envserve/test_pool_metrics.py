@@ -30,9 +30,7 @@ def totals(pool: Pool) -> ServerStatus:
     return ServerStatus(**status_fields(sum_counts([pool.metrics.counts])))
 
 
-def test_steps_rows_and_faults_are_counted(
-    make_pool: PoolMaker,
-) -> None:
+def test_steps_rows_and_faults_are_counted(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2, env_kwargs={"step": RAISES})
     expected: Counter[str] = Counter()
     random = np.random.default_rng(5)
@@ -76,9 +74,7 @@ def test_an_env_that_hangs_is_one_fault_and_costs_a_row_of_each_env(
     assert (status.rows, status.faults) == ({"OK": 3, "TIMEOUT": 3}, {"TIMEOUT": 1})
 
 
-def test_recoveries_are_reported_with_their_durations(
-    make_pool: PoolMaker,
-) -> None:
+def test_recoveries_are_reported_with_their_durations(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
     kill(pool.worker_pids[1])
     began = time.monotonic()

@@ -164,9 +164,7 @@ def test_rendering_takes_a_sixtieth_of_the_time_and_rows_take_turns(
     assert max(counts) - min(counts) <= 1
 
 
-def test_slow_first_frames_do_not_delay_other_rows(
-    studio: Studio,
-) -> None:
+def test_slow_first_frames_do_not_delay_other_rows(studio: Studio) -> None:
     for env in studio.envs:
         env.seconds = 0.5
     studio.watch(0, 1, 2, seconds=100.0)

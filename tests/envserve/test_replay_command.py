@@ -117,9 +117,7 @@ def test_frames_may_have_more_than_a_megabyte(filmy: Path) -> None:
     assert result.exit_code == 0
 
 
-def test_a_film_of_an_env_that_no_longer_crashes_includes_its_end(
-    filmy: Path,
-) -> None:
+def test_a_film_of_an_env_that_no_longer_crashes_includes_its_end(filmy: Path) -> None:
     result = replay(filmy_repro("none", end=RAISED), "--film", "film.mp4")
     assert result.exit_code == 1
     assert "not reproduced: did not crash in 8 actions" in result.output

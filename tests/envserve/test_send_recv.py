@@ -116,24 +116,6 @@ class SleepingLane(FakeLane):
         return super().collect(timeout_seconds, min_finished)
 
 
-def test_a_batch_that_another_thread_cannot_drain_need_not_be_reset() -> None:
-    class Lane(FakeLane):
-        def collect(
-            self, timeout_seconds: float, min_finished: int = 1
-        ) -> list[Outcome]:
-            with (
-                ThreadPoolExecutor(1) as other,
-                pytest.raises(LocalProtocolError, match="another thread is using"),
-            ):
-                other.submit(batch.drain).result()
-            return super().collect(timeout_seconds, min_finished)
-
-    with BatchEnv([Lane(1, 1, Faults(end=1.0))]) as batch:
-        batch.reset()
-        for _ in range(2):
-            assert batch.step([1]).valid.all()
-
-
 def test_the_lanes_of_a_batch_share_one_timeout() -> None:
     lanes = [SleepingLane(1, 1, Faults(end=1.0)) for _ in range(3)]
     with BatchEnv(lanes) as batch:

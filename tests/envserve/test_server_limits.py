@@ -172,9 +172,7 @@ _WITHOUT_DISK_SPACE = (
 )
 
 
-def test_disk_space_can_run_out(
-    tmp_path: Path,
-) -> None:
+def test_disk_space_can_run_out(tmp_path: Path) -> None:
     file = tmp_path / "addresses"
     (tmp_path / "precious").write_text("x")
     # In a shared folder, another user can create links for all process ids.

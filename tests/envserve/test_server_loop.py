@@ -350,9 +350,7 @@ async def test_a_draining_server_closes_the_connections_of_revoked_clients(
 
 
 async def test_a_message_that_is_completely_discarded_closes_no_connections(
-    tmp_path: Path,
-    launcher: Launcher,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, launcher: Launcher, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, launcher) as (_, peer):
         # The server discards a thousand frames at a time, and gives up after 50,000.

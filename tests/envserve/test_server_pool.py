@@ -32,12 +32,7 @@ from envserve.wire.constants import MessageType
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Buffer, decode
 from tests.envserve.conftest import WaitUntil
-from tests.envserve.session_fakes import (
-    FakeServer,
-    attach_and_step,
-    exchange,
-    state_of,
-)
+from tests.envserve.session_fakes import FakeServer, attach_and_step, exchange, state_of
 
 ADDRESSES = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 #: Longer than any test takes.

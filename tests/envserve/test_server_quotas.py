@@ -23,7 +23,7 @@ from envserve.wire.message import Message, decode, encode
 from envserve.wire.sockets import use_keys
 from tests.envserve.conftest import Join, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
-from tests.envserve.test_metrics_port import read_with_retries, samples
+from tests.envserve.test_metrics_port import current_samples
 from tests.envserve.zmtp_peers import HELLO, OneShotDealer, honest_client
 
 OPENINGS = ("--metrics-port", "0", "--drain-grace", "0", "--allow-kwarg", "length")
@@ -124,8 +124,8 @@ def connect(server: ServerProcess, folder: KeyFolder) -> KeyedPeer:
 
 def counter(server: ServerProcess, short: str) -> Callable[[], float]:
     """Return a function that reads one of the server's metrics."""
-    address = server.log.rpartition("metrics are at ")[2].split()[0]
-    return lambda: samples(read_with_retries(address)).get(f"envserve_{short}", 0.0)
+    address = server.metrics_address
+    return lambda: current_samples(address).get(f"envserve_{short}", 0.0)
 
 
 def test_a_user_who_attaches_without_end_leaves_processes_to_others(

@@ -146,9 +146,7 @@ def test_unreachable_time_counts_silences_of_more_than_a_second() -> None:
     assert client.stats()["unreachable_ms"] == 5000
 
 
-def test_each_silence_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_each_silence_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     server, client = make_pair()
     for start in (1.0, 101.0):
         client.record_disconnect(start)

@@ -7,12 +7,7 @@ import math
 
 import pytest
 
-from envserve.errors import (
-    ConnectError,
-    LeaseLost,
-    RemoteProtocolError,
-    ServerError,
-)
+from envserve.errors import ConnectError, LeaseLost, RemoteProtocolError, ServerError
 from envserve.session.states import ClientState
 from envserve.wire.constants import ErrorCode, Executed, MessageType
 from envserve.wire.error_body import ErrorBody

@@ -293,11 +293,7 @@ def test_ignored_copies_from_before_a_reply_do_not_count() -> None:
     assert not absent_blocks(client)
     server.finish_all(now)
     now = pass_time(
-        client,
-        server,
-        now,
-        until=340.0,
-        filter_reply=dropping(MessageType.RESULT),
+        client, server, now, until=340.0, filter_reply=dropping(MessageType.RESULT)
     )
     assert state_of(client) is ClientState.READY
     advance_to(client, now + 30.0)

@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envserve.errors import (
-    CallError,
-    EnvsBusy,
-    EnvStartError,
-    RemoteProtocolError,
-)
+from envserve.errors import CallError, EnvsBusy, EnvStartError, RemoteProtocolError
 from envserve.lane import Fault
 from envserve.settings import HostSettings
 from envserve.slab import Status

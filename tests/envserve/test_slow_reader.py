@@ -171,9 +171,7 @@ def test_copies_of_a_large_reply_are_sent_once_a_second(
     other.close()
 
 
-def test_the_bytes_of_unread_large_replies_are_bounded(
-    read_slowly: Begin,
-) -> None:
+def test_the_bytes_of_unread_large_replies_are_bounded(read_slowly: Begin) -> None:
     reply_bytes = 2 * NUM_ENVS * IMAGE_BYTES * 64  # including final observations
     reader, server = read_slowly(64, length=1)
     reader.do(MessageType.STEP)  # touches the whole slab, so it counts as memory

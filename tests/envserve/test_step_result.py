@@ -68,9 +68,7 @@ def test_final_observation_is_zero_where_no_episode_has_ended(
 
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
-def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(
-    num_lanes: int,
-) -> None:
+def test_out_arrays_get_the_rows_of_all_lanes_in_their_dtypes(num_lanes: int) -> None:
     spec = EnvSpec("Any-v0", Box(0, 255, (3,), np.uint8), Discrete(2))
     row_set = two_rows(spec, num_lanes)
     for part, at in row_set.lane_parts:

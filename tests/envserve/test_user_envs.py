@@ -221,9 +221,7 @@ def test_a_file_also_provides_the_registered_envs_that_it_replaces(
     assert sorted(names) == ["Far-v0", "Small-v0", "Walk-v0"]
 
 
-def test_a_server_offers_only_the_envs_that_its_operator_names(
-    walk_file: str,
-) -> None:
+def test_a_server_offers_only_the_envs_that_its_operator_names(walk_file: str) -> None:
     host = HostSettings(env_names=(f"{walk_file}:Walk", walk_file, "CartPole-v1"))
     names = offered_names(host.env_names, host.import_modules)
     assert names == ("CartPole-v1", "Walk-v0", "walk_file:Walk")
@@ -252,11 +250,7 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(
         ),
         ("torn.py", "\n1 / 0", r"ZeroDivisionError: .* \(\S*/torn\.py:2\)"),
         ("odd.py", "def f(:", "SyntaxError"),
-        (
-            "lean.py",
-            "\n\nimport no_such",
-            r"'no_such' \(\S*/lean\.py:3\); install it",
-        ),
+        ("lean.py", "\n\nimport no_such", r"'no_such' \(\S*/lean\.py:3\); install it"),
         (
             "relative.py",
             "from . import other",

@@ -30,11 +30,7 @@ from envserve.slab import Rows
 from envserve.spaces import codec, leaves
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.leaves import Leaf, flatten, leaves_of
-from envserve.spaces.variable_length import (
-    decode_observation,
-    decode_row,
-    encode_row,
-)
+from envserve.spaces.variable_length import decode_observation, decode_row, encode_row
 
 from .space_table import ENCODED, Space, with_max_bytes
 from .stalls import fastest
@@ -187,18 +183,7 @@ def test_values_of_the_same_kind_are_cast() -> None:
 
 # Hostile rows.
 
-HOSTILE: list[Any] = [
-    None,
-    1,
-    [],
-    [[]],
-    {},
-    {"a": 1},
-    "x",
-    [-1, 0],
-    [0],
-    [2**63, 0],
-]
+HOSTILE: list[Any] = [None, 1, [], [[]], {}, {"a": 1}, "x", [-1, 0], [0], [2**63, 0]]
 HOSTILE += [[None, None, None], [np.zeros((2**40, 0), np.int8)], [np.zeros(2), 1, 1]]
 HOSTILE += [np.zeros((2**50, 0), np.float32), np.zeros((1, 2, 3)), [[], 1, np.zeros(1)]]
 

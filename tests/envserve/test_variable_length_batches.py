@@ -13,12 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gymnasium.spaces import (
-    Box,
-    Dict,
-    Discrete,
-    Text,
-)
+from gymnasium.spaces import Box, Dict, Discrete, Text
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envserve import make_vec

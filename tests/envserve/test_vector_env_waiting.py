@@ -226,9 +226,7 @@ def test_invalid_options_are_errors(
     assert envs.step([1, 0])[1].tolist() == [1, 0]
 
 
-def test_a_mask_in_the_first_reset_must_select_all_rows(
-    make_envs: MakeEnvs,
-) -> None:
+def test_a_mask_in_the_first_reset_must_select_all_rows(make_envs: MakeEnvs) -> None:
     envs = make_envs(RESET, 2, autoreset_mode="Disabled")
     envs.reset(options={"reset_mask": np.array([True, False])})
     with pytest.raises(LocalProtocolError, match="reset\\(\\) for all envs"):

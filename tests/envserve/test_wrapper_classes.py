@@ -12,12 +12,7 @@ from gymnasium.utils import seeding
 
 from envserve.envs.registry import make_env
 from envserve.errors import EnvStartError
-from tests.envserve.scripted_env import (
-    Bounded,
-    episode_observations,
-    scripted,
-    wrapped,
-)
+from tests.envserve.scripted_env import Bounded, episode_observations, scripted, wrapped
 
 # ActionRepeat.
 

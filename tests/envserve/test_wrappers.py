@@ -92,10 +92,7 @@ def test_the_encoding_of_wrappers_does_not_depend_on_the_order_of_arguments() ->
         ([3], r"wrappers\[0\]: expected a name, or a table.*got 3"),
         ([{"amount": 4}], r"wrappers\[0\]: expected a name, or a table"),
         ([{"name": 3}], r"wrappers\[0\]: expected a name, or a table"),
-        (
-            [{"name": "ClipAction"}] * 17,
-            r"expected at most 16 wrappers; got 17",
-        ),
+        ([{"name": "ClipAction"}] * 17, r"expected at most 16 wrappers; got 17"),
         (
             [{"name": "ClipAction"}, {"name": "ActionRepeat", "amount": "4"}],
             r"wrappers\[1\] \(ActionRepeat\): amount: expected an int from 1 to 1000; "

@@ -19,9 +19,7 @@ class Walk(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(0, 200, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.time = 0
         return self._observe(), {}

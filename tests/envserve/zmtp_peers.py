@@ -169,11 +169,7 @@ class OneShotDealer:
     """A DEALER that connects once, with a key that the server may not know."""
 
     def __init__(
-        self,
-        address: str,
-        server: bytes,
-        pair: KeyPair,
-        frames: Sequence[Buffer],
+        self, address: str, server: bytes, pair: KeyPair, frames: Sequence[Buffer]
     ) -> None:
         """Connect and send a message; `server` is the expected key of the server."""
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)

@@ -30,9 +30,7 @@ class Masked(gymnasium.Env[Any, Any]):
     def action_masks(self) -> Any:
         return np.arange(4) == self.allowed
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self.time = 0
         self.label = (options or {}).get("label", "none")
@@ -69,9 +67,7 @@ class Lopsided(gymnasium.Env[Any, Any]):
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,))
     action_space = gymnasium.spaces.Box(-0.2, 0.9, (1,))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:

@@ -24,9 +24,7 @@ class _Task(gymnasium.Env[Any, Any]):
     def __init__(self) -> None:
         self._count = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._count = 0
         return self._ask(), {}

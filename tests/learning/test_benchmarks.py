@@ -4,23 +4,19 @@ One benchmark runs its cases in separate processes, as users do. The others run 
 this process, which has already loaded TensorFlow.
 """
 
-import contextlib
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.cli import main
-from benchmarks.harness import Case, Skip
+from benchmarks.harness import Skip
 from benchmarks.learning.overlap import Pieces
 from benchmarks.learning.profile import longest_worker
 from benchmarks.learning.rollouts import load_tensorflow
 from benchmarks.learning.train import Gate
-from envserve.bench.interleaved import Measurements
 from ppo.errors import BadInputError
-from tests.benchmarks.conftest import Bench
+from tests.benchmarks.conftest import Bench, measure_here
 from tests.benchmarks.conftest import bench as bench
 
 TINY = ("--seconds", "0.02", "--repetitions", "1", "--num-envs", "2", "--workers", "2")
@@ -30,24 +26,8 @@ CARTPOLE = ("--env", "CartPole-v1", "--horizon", "4")
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run benchmark cases in this process."""
-
-    def measure_cases(
-        cases: Sequence[Case], repetitions: int, say: Any
-    ) -> Measurements:
-        with contextlib.ExitStack() as stack:
-            measures = {
-                case.name: stack.enter_context(case.open(**case.arguments))
-                for case in cases
-            }
-            return Measurements(
-                {
-                    name: [dict(measure()) for _ in range(repetitions)]
-                    for name, measure in measures.items()
-                }
-            )
-
     for module in ("command", "learning.overlap"):
-        monkeypatch.setattr(f"benchmarks.{module}.measure_cases", measure_cases)
+        monkeypatch.setattr(f"benchmarks.{module}.measure_cases", measure_here)
     for module in ("goal", "overlap", "rollouts", "train"):
         monkeypatch.setattr(
             f"benchmarks.learning.{module}.load_tensorflow", lambda: None

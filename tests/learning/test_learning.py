@@ -73,8 +73,7 @@ def test_two_learners_learn_cartpole_in_80_000_steps(tmp_path: Path) -> None:
     settings = ("--set", "total_steps=80000", "--distribute", "--num-workers=1")
     other = ("train", "cartpole", *settings)
     first = (*other, "--run-dir", str(tmp_path / "run"))
-    with cluster.started_learners(main, [[first], [other]], tmp_path) as processes:
-        codes = [cluster.wait_for_exit(process, 450) for process in processes]
+    codes = cluster.exit_codes(main, [[first], [other]], tmp_path, 450)
     assert codes == [0, 0], cluster.outputs(tmp_path)
     evaluation = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert evaluation["mean_return"] >= 475

@@ -77,9 +77,7 @@ class LedgerEnv(gymnasium.Env[Array, np.int64]):
         self._hash = 0
         self._count = 0  # steps since the seed was set
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Start the next episode or, if there is a seed, a new incarnation."""
         super().reset(seed=seed)
         if self._reset_seconds:

@@ -71,9 +71,7 @@ class EchoEnv(gymnasium.Env[Any, Any]):
         self.observation_space = SPACES[space]
         self.action_space = SPACES[space]
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)
@@ -105,9 +103,7 @@ class FaultyEnv(gymnasium.Env[Array, np.int64]):
         if fault == "exit_in_init":
             os._exit(7)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if self._fault == "raise_in_reset":
             raise RuntimeError("no level to load")
@@ -149,9 +145,7 @@ class ResetEnv(gymnasium.Env[Array, np.int64]):
         self.observation_space = spaces.Box(0, 1, (1,), np.int64)
         self.action_space = spaces.Discrete(2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Array, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if options is not None and options.get("level") == 13:
             raise ValueError("there is no level 13")
@@ -245,9 +239,7 @@ class ChaosLedgerEnv(LedgerEnv):
                 file.write(f"{time.monotonic()}\n")
             raise RuntimeError("the simulator's licence has expired")
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         result = super().reset(seed=seed, options=options)
         if self._max_reset_seconds:
             time.sleep(self.np_random.uniform(0.0, self._max_reset_seconds))

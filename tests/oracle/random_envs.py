@@ -105,9 +105,7 @@ class RandomEnv(gymnasium.Env[Any, Any]):
         self.action_space = spaces.Box(-1, 1, (2,), np.float32)
         self._t = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         if seed is not None:
             self.observation_space.seed(seed)

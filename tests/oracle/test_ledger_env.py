@@ -81,10 +81,7 @@ def test_an_env_breaks_down_at_the_specified_actions_and_steps(
 ) -> None:
     env = LedgerEnv(
         10,
-        failures={
-            "kill": {"actions": [7, 9]},
-            "hang": {"steps": [2], "seconds": 0.5},
-        },
+        failures={"kill": {"actions": [7, 9]}, "hang": {"steps": [2], "seconds": 0.5}},
     )
     env.reset(seed=1)
     broken_at = []

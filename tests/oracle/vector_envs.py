@@ -46,9 +46,7 @@ class WalkEnv(gymnasium.Env[Any, np.int64]):
         self.action_space = spaces.Discrete(4)
         self.length = 7
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._t, self._x = 0, self.np_random.uniform(-1, 1, 2).astype(np.float32)
         if options:

@@ -47,6 +47,17 @@ def started_learners(
         yield processes
 
 
+def exit_codes(
+    function: Callable[..., object],
+    arguments: Sequence[Sequence[object]],
+    folder: Path,
+    seconds: float = 280,
+) -> list[int | None]:
+    """Start learners, wait for each, and return their exit codes."""
+    with started_learners(function, arguments, folder) as processes:
+        return [wait_for_exit(process, seconds) for process in processes]
+
+
 def _run_learner(
     path: str, text: str, function: Callable[..., object], arguments: Sequence[object]
 ) -> None:

@@ -88,66 +88,58 @@ def with_layer(layer: Any, space: Any, action_size: int, **named: Any) -> keras.
     return keras.Model(rows, outputs)
 
 
-def without_training(
-    space: Any, action_size: int, config: Any, seed: int
-) -> keras.Model:
+def without_training(space: Any, action_size: int, *_: Any) -> keras.Model:
     layers = [keras.layers.Dropout(0.5), keras.layers.BatchNormalization()]
     return with_layer(keras.Sequential(layers), space, action_size)
 
 
-def dropout(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+def dropout(space: Any, action_size: int, *_: Any) -> keras.Model:
     return with_layer(keras.layers.Dropout(0.1), space, action_size, training=True)
 
 
-def normalization(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+def normalization(space: Any, action_size: int, *_: Any) -> keras.Model:
     layer = keras.layers.BatchNormalization(momentum=1.0)
     return with_layer(layer, space, action_size, training=True)
 
 
-def random(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+def random(space: Any, action_size: int, *_: Any) -> keras.Model:
     noise = keras.layers.Lambda(lambda rows: rows + tf.random.normal(tf.shape(rows)))
     return with_layer(noise, space, action_size)
 
 
-def plain_object(space: Any, action_size: int, config: Any, seed: int) -> Plain:
+def plain_object(space: Any, action_size: int, *_: Any) -> Plain:
     return Plain(space.shape[0], action_size)
 
 
-def with_empty_trackables(
-    space: Any, action_size: int, config: Any, seed: int
-) -> Plain:
+def with_empty_trackables(space: Any, action_size: int, *_: Any) -> Plain:
     model = Plain(space.shape[0], action_size)
     model.trackables = {}
     return model
 
 
-def too_few_outputs(
-    space: Any, action_size: int, config: Any, seed: int
-) -> keras.Model:
+def too_few_outputs(_: Any, action_size: int, config: Any, seed: int) -> keras.Model:
     return Linear(action_size - 1, seed)
 
 
-def one_output(space: Any, action_size: int, config: Any, seed: int) -> Any:
+def one_output(space: Any, action_size: int, *_: Any) -> Any:
     return keras.Sequential([keras.layers.Dense(action_size)])
 
 
-def dict_of_outputs(space: Any, action_size: int, config: Any, seed: int) -> Any:
+def dict_of_outputs(*_: Any) -> Any:
     return lambda rows: {"action": rows, "value": rows[:, 0]}
 
 
-def with_variables_of_tensorflow(
-    space: Any, action_size: int, config: Any, seed: int
-) -> Plain:
+def with_variables_of_tensorflow(space: Any, action_size: int, *_: Any) -> Plain:
     model = Plain(space.shape[0], action_size)
     model.trainable_variables = [tf.Variable(tf.ones([2, 2]))]
     return model
 
 
-def returns_none(space: Any, action_size: int, config: Any, seed: int) -> None:
+def returns_none(*_: Any) -> None:
     return None
 
 
-def raising(space: Any, action_size: int, config: Any, seed: int) -> Any:
+def raising(*_: Any) -> Any:
     raise KeyError("camera")
 
 
@@ -172,7 +164,7 @@ def only_eager(space: Any, action_size: int, config: Any, seed: int) -> keras.Mo
     return OnlyEager(action_size, seed)
 
 
-def float64(space: Any, action_size: int, config: Any, seed: int) -> Any:
+def float64(space: Any, action_size: int, *_: Any) -> Any:
     def call(observation: tf.Tensor) -> Any:
         rows = tf.cast(observation, tf.float64)
         return tf.repeat(rows[:, :1], action_size, axis=1), rows[:, 0]

@@ -26,9 +26,7 @@ class EchoEnv(gymnasium.Env[Any, Any]):
             self.observation_space = spaces.Dict(action_mask=mask, row=VECTOR)
             self.action_space = spaces.Discrete(4, start=2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._episode, self._step = self._episode + 1, 0
         return self._observation(0.0, 0.0, False), {}

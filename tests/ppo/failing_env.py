@@ -21,9 +21,7 @@ class Diverging(gymnasium.Env[Any, Any]):
     def __init__(self, row: str) -> None:
         self._row = int(row)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         return np.zeros(1, np.float32), {}
 
@@ -67,9 +65,7 @@ class Failing(gymnasium.Env[Any, Any]):
         self._marker = Path(marker) if marker else None
         self._fail_in("__init__")
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._fail_in("reset")
         return self._observation(), {}

@@ -46,9 +46,7 @@ class FilmEnv(gymnasium.Env[Any, Any]):
         self._episode = -1
         self._step = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._episode += 1
         self._step = 0

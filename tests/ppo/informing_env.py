@@ -21,9 +21,7 @@ class InformingEnv(gymnasium.Env[Any, Any]):
         self.action_space = gymnasium.spaces.Discrete(2)
         self._left = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._left = int(self.np_random.integers(2, 5))
         self._number = int(self.np_random.integers(0, 100))

@@ -21,9 +21,7 @@ class StallingEnv(gymnasium.Env[Any, Any]):
         context = envserve.env_context()
         self._waits = context is not None and context.row == 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         return np.zeros(1, np.float32), {}
 

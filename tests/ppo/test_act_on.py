@@ -59,11 +59,8 @@ def test_rollouts_are_the_same_as_in_lockstep(settings: dict[str, Any]) -> None:
     for ours, theirs in zip(rollouts, 2 * expected, strict=True):
         ended = theirs.terminated | theirs.truncated
         assert ended.any()
-        np.testing.assert_array_equal(ours.action, theirs.action)
-        np.testing.assert_array_equal(ours.observation, theirs.observation)
-        np.testing.assert_array_equal(ours.reward, theirs.reward)
-        np.testing.assert_array_equal(ours.terminated, theirs.terminated)
-        np.testing.assert_array_equal(ours.status, theirs.status)
+        for name in ("action", "observation", "reward", "terminated", "status"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         assert ours.valid.all()
         final = [each.final_observation[ended] for each in (ours, theirs)]
         np.testing.assert_array_equal(*final)

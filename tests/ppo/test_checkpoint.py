@@ -25,11 +25,7 @@ from tests.ppo.fakes import ACTIONS, BOX
 from tests.ppo.runs import SMALL, eagerly, rollout_of
 
 CONFIG = SMALL.replace(
-    total_steps=160,
-    epochs=2,
-    minibatch_size=4,
-    policy_layers=(8,),
-    value_layers=(8,),
+    total_steps=160, epochs=2, minibatch_size=4, policy_layers=(8,), value_layers=(8,)
 )
 
 
@@ -169,9 +165,7 @@ def test_saving_the_same_iteration_again_replaces_it(tmp_path: Path) -> None:
 @eagerly()
 def test_adaptive_coefficients_are_restored(tmp_path: Path) -> None:
     config = CONFIG.replace(
-        objective="penalty",
-        learning_rate_schedule="kl_adaptive",
-        kl_target=1e-9,
+        objective="penalty", learning_rate_schedule="kl_adaptive", kl_target=1e-9
     )
     batch = saved_batch(tmp_path / "batch.npz")
     learner = Learner(config)
@@ -273,9 +267,7 @@ def test_a_checkpoint_that_cannot_be_read_does_not_suggest_a_new_run(
     assert str(caught.value).startswith(message)
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_intact(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_leaves_the_previous_checkpoint_intact(tmp_path: Path) -> None:
     learner = Learner()
     learner.save(tmp_path, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -52,20 +52,9 @@ LONG = "x" * 300
     [
         (["cartpol"], "Did you mean cartpole?"),
         ([], "Expected the name of a config"),
-        (["cartpole", "--set", "learnin_rate=1"], "Did you mean learning_rate?"),
-        (
-            ["cartpole", "--set", "num_envs=zero"],
-            "expected an int; got 'zero'",
-        ),
-        (
-            ["cartpole", "--set", 'wrappers=[{name = "ActionRepeat", amount = 0}]'],
-            "amount: expected an int from 1 to 1000; got 0",
-        ),
+        (["cartpole", "--set", "num_envs=zero"], "expected an int; got 'zero'"),
         (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
-        (
-            ["--run-dir", "a", "--resume", "b"],
-            "omit --run-dir, --seed and --seeds",
-        ),
+        (["--run-dir", "a", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
         (
@@ -501,10 +490,7 @@ def test_help_and_invalid_input_do_not_load_tensorflow() -> None:
         "print('loaded:', sorted({'tensorflow', 'keras', 'zmq'} & set(sys.modules)))\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.endswith("\ncheetah\ncheetah-sac\nloaded: []\n")
 

@@ -240,9 +240,7 @@ def test_a_second_signal_stops_at_once_and_names_the_checkpoint(tmp_path: Path) 
     assert "evaluation_return" in rows_of(folder)[0]
 
 
-def test_an_interrupt_before_the_training_leaves_no_folder(
-    tmp_path: Path,
-) -> None:
+def test_an_interrupt_before_the_training_leaves_no_folder(tmp_path: Path) -> None:
     terminal = Terminal(40, "train", "cartpole", "--run-dir", tmp_path / "run")
     terminal.read_until("starting TensorFlow")
     terminal.press_ctrl_c()

@@ -24,15 +24,10 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "envserve" / "xla"
 
 
-def test_processes_share_entries_and_replace_damaged_ones(
-    tmp_path: Path,
-) -> None:
+def test_processes_share_entries_and_replace_damaged_ones(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.ppo.preload", "tests.ppo.compile_in_turns"]
     result = subprocess.run(
-        [*command, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=True,
+        [*command, str(tmp_path)], capture_output=True, text=True, check=True
     )
     report = json.loads(result.stdout)
     assert report["at_once"] == [0, 0], result.stderr

@@ -210,9 +210,7 @@ WRAPPED = SMALL.replace(
 
 
 @eagerly()
-def test_training_evaluation_films_and_exports_use_the_wrappers(
-    tmp_path: Path,
-) -> None:
+def test_training_evaluation_films_and_exports_use_the_wrappers(tmp_path: Path) -> None:
     make_env = env_maker(WRAPPED, num_workers=1, import_modules=[film_env.__name__])
     run_folder = RunFolder.create(tmp_path / "run", WRAPPED)
     train(WRAPPED, run_folder, make_env)

@@ -63,12 +63,7 @@ def test_rounding_does_not_exceed_the_bounds(
             [[0.0, 0.5, 1.0, 0.0, 0.0, -1.0]] * 2,
             [[[0.0, 0.5, 1.0], [0.0, 0.0, -1.0]]] * 2,
         ),
-        (
-            SPACES.Discrete(3, start=-1),
-            tf.TensorSpec([2], tf.int64),
-            [0, 2],
-            [-1, 1],
-        ),
+        (SPACES.Discrete(3, start=-1), tf.TensorSpec([2], tf.int64), [0, 2], [-1, 1]),
         (
             SPACES.MultiDiscrete(np.array([[2, 3], [4, 5]]), INT16, start=START),
             tf.TensorSpec([2, 4], tf.int64),

@@ -48,9 +48,7 @@ COMMON = ("train", "--distribute", "--num-workers=1")
 @pytest.fixture(scope="module")
 def update_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
-    arguments = [[folder], [folder]]
-    with cluster.started_learners(one_update.main, arguments, folder) as processes:
-        codes = [*map(cluster.wait_for_exit, processes)]
+    codes = cluster.exit_codes(one_update.main, [[folder], [folder]], folder)
     assert codes == [0, 0], cluster.outputs(folder)
     return folder
 
@@ -191,19 +189,13 @@ def test_stop_by_one_learner_stops_all(tmp_path: Path) -> None:
     callbacks = f'callbacks=["{tmp_path}/stops.py:stop"]'
     other = (*COMMON, "--restartable", "CartPole-v1", *SET_OPTIONS, "--set", callbacks)
     first = (*other, "--run-dir", str(run))
-    with cluster.started_learners(
-        eager_main, [[first], [other]], tmp_path
-    ) as processes:
-        codes = [*map(cluster.wait_for_exit, processes)]
+    codes = cluster.exit_codes(eager_main, [[first], [other]], tmp_path)
     assert codes == [0, 0], cluster.outputs(tmp_path)
     assert json.loads((run / "evaluation.json").read_text())["steps"] == 128
 
     # A finished run is not trained further, but evaluated again.
     first = (*COMMON, "--resume", str(run), "--set", "total_steps=128")
-    with cluster.started_learners(
-        eager_main, [[first], [other]], tmp_path
-    ) as processes:
-        codes = [*map(cluster.wait_for_exit, processes)]
+    codes = cluster.exit_codes(eager_main, [[first], [other]], tmp_path)
     assert codes == [0, 0], cluster.outputs(tmp_path)
     assert counters(run).steps == 128
 
@@ -281,10 +273,7 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
         (ON_RAY[1:], "--on ray: expected CONFIG, --learners N"),
         ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG, --learners N"),
         ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
-        (
-            [*ON_RAY, "--restartable"],
-            "with --restartable, --run-dir DIR",
-        ),
+        ([*ON_RAY, "--restartable"], "with --restartable, --run-dir DIR"),
         ([*ON_RAY, "--seeds", "3"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY, "--page"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY, "--distribute"], "combined with --seeds, --resume, --distribute"),
@@ -346,8 +335,7 @@ def test_learners_on_ray_share_a_run_folder_that_the_final_error_names(
 def test_learners_with_different_settings_are_an_error(tmp_path: Path) -> None:
     first = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--run-dir", str(tmp_path / "run"))
     other = (*COMMON, "CartPole-v1", *SET_OPTIONS, "--set", "discount=0.5")
-    with cluster.started_learners(main, [[first], [other]], tmp_path) as processes:
-        assert [*map(cluster.wait_for_exit, processes)] == [2, 2]
+    assert cluster.exit_codes(main, [[first], [other]], tmp_path) == [2, 2]
     for text in cluster.outputs(tmp_path):
         assert (
             "Learner 1: expected the settings of learner 0, but these differ: disc"

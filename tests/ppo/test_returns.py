@@ -151,8 +151,7 @@ def test_eager_and_graph_mode_agree(
     settings = {"discount": 0.9, "gae_lambda": 0.8}
     eager = advantages_and_targets(**sequences, **settings)
     compiled = tf.function(
-        lambda: advantages_and_targets(**sequences, **settings),
-        jit_compile=jit_compile,
+        lambda: advantages_and_targets(**sequences, **settings), jit_compile=jit_compile
     )
     for left, right in zip(eager, compiled(), strict=True):
         np.testing.assert_allclose(left.numpy(), right.numpy(), atol=1e-6)

@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 
 from ppo.config import Config
-from ppo.errors import (
-    ConfigError,
-    RunFolderError,
-    RunLockedError,
-    RunWriteError,
-)
+from ppo.errors import ConfigError, RunFolderError, RunLockedError, RunWriteError
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.metrics import MetricsWriter, tensorboard_tag
 from tests.ppo.runs import ppo, rows_of
@@ -178,9 +173,7 @@ def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(
         pass
 
 
-def test_a_partial_config_of_a_killed_process_is_ignored(
-    tmp_path: Path,
-) -> None:
+def test_a_partial_config_of_a_killed_process_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "config.json.partial").write_text("{")
     run = RunFolder.create(tmp_path, Config(env_name="CartPole-v1"))
     names = {path.name for path in tmp_path.iterdir()}
@@ -194,10 +187,7 @@ def test_one_process_at_a_time_trains_a_run(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", CONFIG)
     holder = f"by process {os.getpid()} on {socket.gethostname()}"
     with run.locked(), run.locked():  # the command, and the function that it calls
-        with (
-            pytest.raises(RunLockedError, match=holder),
-            RunFolder(run.path).locked(),
-        ):
+        with pytest.raises(RunLockedError, match=holder), RunFolder(run.path).locked():
             pass
         for arguments in ("--resume", run.path), ("CartPole-v1", "--run-dir", run.path):
             code, _, error = ppo("train", *arguments)

@@ -208,9 +208,7 @@ def test_sequences_start_from_the_states_of_acting() -> None:
 
 
 @pytest.mark.parametrize("sequence_length", [0, 4])
-def test_values_depend_on_all_observations_of_the_episode(
-    sequence_length: int,
-) -> None:
+def test_values_depend_on_all_observations_of_the_episode(sequence_length: int) -> None:
     agent = make()
     rollouts = collect(acting(agent, sequence_length=sequence_length), 2)
     for rollout, expected in zip(rollouts, replay(agent, rollouts), strict=True):

@@ -63,9 +63,7 @@ def losing(lost: frozenset[tuple[int, int]]) -> Maker:
     return Maker(lambda num_envs: CountingBatchEnv([3] * num_envs, lost=lost))
 
 
-def test_run_writes_metrics_and_checkpoints_and_closes_its_envs(
-    tmp_path: Path,
-) -> None:
+def test_run_writes_metrics_and_checkpoints_and_closes_its_envs(tmp_path: Path) -> None:
     maker = Maker()
     shown: list[Progress] = []
     result = run(

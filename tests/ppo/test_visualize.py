@@ -23,13 +23,7 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
 from tests.envserve.server_process import ServerProcess
-from tests.ppo.film_env import (
-    MASKED,
-    NAME,
-    WITHOUT_RENDER_MODE,
-    read_frame,
-    read_video,
-)
+from tests.ppo.film_env import MASKED, NAME, WITHOUT_RENDER_MODE, read_frame, read_video
 from tests.ppo.runs import ppo, save_run
 
 pytestmark = pytest.mark.usefixtures("one_launcher")

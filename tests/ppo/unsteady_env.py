@@ -35,9 +35,7 @@ class Unsteady(gymnasium.Env[Any, Any]):
         self._level = 0.0
         self._num_steps = 0
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         super().reset(seed=seed)
         self._level, self._num_steps = self.np_random.normal(), 0
         return self._observation(), {}

@@ -82,15 +82,12 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
                 kernel_initializer=initializer,
             )
         )
-    layers.append(keras.layers.Flatten())
-    layers.append(
-        keras.layers.Dense(
-            _LARGE_FEATURES if is_large else _SMALL_FEATURES,
-            activation="relu",
-            kernel_initializer=initializers[-1],
-        )
+    features = keras.layers.Dense(
+        _LARGE_FEATURES if is_large else _SMALL_FEATURES,
+        activation="relu",
+        kernel_initializer=initializers[-1],
     )
-    return keras.Sequential(layers)
+    return keras.Sequential([*layers, keras.layers.Flatten(), features])
 
 
 class ImageTorso(NetworkPart):

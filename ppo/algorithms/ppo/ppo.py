@@ -58,10 +58,7 @@ class PPO(Algorithm):
         ends = rollout.done, rollout.valid
         self.return_scale.update(rollout.reward, *ends, self.learners)
         return self.updater.update(
-            rollout,
-            reward_scale=self.return_scale.factor,
-            progress=progress,
-            seed=seed,
+            rollout, reward_scale=self.return_scale.factor, progress=progress, seed=seed
         )
 
     def statistics(self) -> dict[str, float]:

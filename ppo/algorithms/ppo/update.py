@@ -308,8 +308,7 @@ class Updater:
         if config.penalizes_kl and self._learners.num > 1:
             minibatch = minibatch | {"kl": self._mean_kl(minibatch)}
         gradients, metrics = self._learners.mean(
-            self._jit(self._gradients)(minibatch, coefficients),
-            tf.reduce_sum(weight),
+            self._jit(self._gradients)(minibatch, coefficients), tf.reduce_sum(weight)
         )
         metrics["gradient_norm"] = self._jit(self._apply)(gradients)
         return tf.stack([metrics[name] for name in METRICS])

@@ -20,12 +20,7 @@ from benchmarks.support.processes import usage_of, with_descendants
 from envserve.errors import EnvStartError
 from envserve.pool.pool import Pool
 from envserve.slab import Status
-from tests.chaos.batches import (
-    EPISODE,
-    local_driver,
-    remote_driver,
-    running_servers,
-)
+from tests.chaos.batches import EPISODE, local_driver, remote_driver, running_servers
 from tests.chaos.driver import FIRST_FAILURE_ACTION, Driver
 from tests.chaos.fault_injector import FaultInjector
 from tests.chaos.trial import Trial, chaos_case, check_latency
