@@ -270,15 +270,14 @@ class EnvRow:
             seed = self._initial_seed
         self._initial_seed = None
         self.is_fresh = self._needs_reset = False
-        if not (is_autoreset and self.record.reuse_start()):
-            self.record.begin_episode(
-                self.inner_env,
-                self.incarnation,
-                seed,
-                self._last_seed,
-                options,
-                is_autoreset=is_autoreset,
-            )
+        self.record.begin_episode(
+            self.inner_env,
+            self.incarnation,
+            seed,
+            self._last_seed,
+            options,
+            is_autoreset=is_autoreset,
+        )
         if seed is not None:
             self._last_seed = seed
         heartbeat = self._heartbeat

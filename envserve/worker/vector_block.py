@@ -335,11 +335,10 @@ class VectorBlock:
         is_autoreset = seeds is None and not options
         for row in mask.nonzero()[0].tolist():
             record, incarnation = self._records[row], self._incarnation
-            if not (is_autoreset and record.reuse_start()):
-                seed = None if seeds is None else seeds[row]
-                record.begin_episode(
-                    None, incarnation, seed, None, options, is_autoreset=is_autoreset
-                )
+            seed = None if seeds is None else seeds[row]
+            record.begin_episode(
+                None, incarnation, seed, None, options, is_autoreset=is_autoreset
+            )
 
     def _write_heartbeat(self, call_kind: int) -> None:
         """Write the next heartbeat and the kind of the env call; see `Slab`."""
