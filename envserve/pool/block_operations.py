@@ -436,10 +436,8 @@ class BlockOperations:
                 reason = f"{env} ran out of memory"
             if num_replaced > config.max_restarts and worker.error is None:
                 number = config.max_restarts
-                restarted = (
-                    f", also in {number} new worker process{'es' * (number > 1)}"
-                )
-                suffix = restarted if config.max_restarts else ""
+                processes = f"{number} new worker process{'es' * (number > 1)}"
+                suffix = f", also in {processes}" if number else ""
                 worker.error = EnvError(
                     f"{env.capitalize()}: every step has failed{suffix}: {fault.cause}",
                     env_index=row,

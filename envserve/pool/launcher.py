@@ -498,8 +498,7 @@ class Launcher:
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
         num_killed = len(self._running)
-        self._running, self._pending = {}, {}
-        self._kills = set()
+        self._running, self._pending, self._kills = {}, {}, set()
         self._template_error = reason + end
         if reason or (num_killed and not self._is_closed):
             _LOGGER.warning(

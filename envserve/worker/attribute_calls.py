@@ -133,13 +133,8 @@ def run_call(
         values.append(value)
         size += len(value)
     report = encode_report(len(request.rows), 1, faults)
-    head = (
-        _LENGTH.pack(len(report))
-        + report
-        + _LIST_MARKER
-        + len(values).to_bytes(4, "big")
-    )
-    return b"".join([head, *values])
+    head = _LENGTH.pack(len(report)), report
+    return b"".join([*head, _LIST_MARKER, len(values).to_bytes(4, "big"), *values])
 
 
 def run_call_on_vector_env(
