@@ -121,9 +121,7 @@ def time_each(
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
     """Return the speed, and the mean, p50 and p99 microseconds of a batch step.
 
-    Args:
-      durations: Duration of each batch step in seconds.
-      num_envs: Number of envs that a batch step steps.
+    `durations` contains the seconds of each batch step.
     """
     mean = float(durations.mean())
     return {

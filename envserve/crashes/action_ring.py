@@ -266,12 +266,7 @@ class RowRecord:
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
-        """Record that another env, which has just been reset, takes over the row.
-
-        Args:
-          other: Record of the other env, which contains the reset.
-          incarnation: Number of times the other env has been rebuilt.
-        """
+        """Record that another env takes over the row; `other` contains its reset."""
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._current.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)

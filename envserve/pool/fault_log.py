@@ -157,11 +157,7 @@ class FaultLog:
     ) -> None:
         """Log the loss of a worker, and the env that was running.
 
-        Args:
-          worker: The worker.
-          lost: The event that reports the loss.
-          running: Kind of operation of each block in flight, by block index.
-          now: Monotonic seconds.
+        `running` maps the index of each block in flight to the kind of its operation.
         """
         exit_ = worker.exit or Exit(0, 0)
         admitted = self._admit(f"{exit_.stderr_excerpt}\n{lost.text}", now)

@@ -273,9 +273,7 @@ class Launcher:
     ) -> WorkerProcess:
         """Request and return a worker process; `poll` later sets its pid or its exit.
 
-        Args:
-          selector: Selector with which to register the process's channel.
-          selector_data: Data to register with the channel.
+        The process's channel is registered with the selector, if any, and the data.
 
         Raises:
           WorkerError: The template cannot be started, too many requests are queued, or

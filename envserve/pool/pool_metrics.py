@@ -185,12 +185,9 @@ class PoolMetrics:
         )
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
-        """Return the counters as the status of a lease.
+        """Return the counters and other fields as the status of a lease.
 
-        Args:
-          max_episodes: Maximum number of recent episodes and of recent recoveries to
-            include.
-          **fields: Additional fields of the status.
+        It contains at most `max_episodes` recent episodes, and as many recoveries.
         """
         counters = status_fields(self.counts)
         del counters["resets"], counters["reset_seconds"]

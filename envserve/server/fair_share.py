@@ -139,13 +139,9 @@ class FairShare:
         return now >= self._turn_ends_at
 
     def end_turn(self, has_unread: bool) -> float:
-        """End a turn; update `throttled` and `flooder` every `_UPDATE_SECONDS`.
+        """End a turn; return the seconds to pause reading.
 
-        Args:
-          has_unread: Whether messages are left unread.
-
-        Returns:
-          Seconds to pause reading.
+        Update `throttled` and `flooder` every `_UPDATE_SECONDS`.
         """
         if has_unread:
             self._backlog_since = min(self._backlog_since, self._now)

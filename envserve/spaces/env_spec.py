@@ -211,12 +211,9 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge the memory of arrays to the budget.
+        """Charge the memory of `times` arrays to the budget.
 
-        Args:
-          sizes: Shape of each array.
-          num_bytes: Size of an element in bytes.
-          times: Number of arrays.
+        Each array has the shape `sizes`, and elements of `num_bytes` bytes.
 
         Raises:
           SpaceError: The arrays exceed the budget.

@@ -339,15 +339,10 @@ def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
 
 
 def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
-    """Return the values of the given rows of a batch.
+    """Return the values of the given rows of a batch; `space` is the space of one row.
 
     Unlike Gymnasium's `iterate`, this function also works if a Dict or Tuple contains
     an empty Dict or Tuple.
-
-    Args:
-      space: Space of one row.
-      batch: Arrays or tuples with one value per row, nested like the space.
-      rows: The rows.
     """
     leaves = flatten(space, batch)
     return [unflatten(space, [leaf[row] for leaf in leaves]) for row in rows]

@@ -45,11 +45,7 @@ class EnvBlock:
     ) -> None:
         """Store the arguments; `build` builds the envs.
 
-        Args:
-          config: Content of BUILD.
-          rows: Indices of the block's rows in the pool.
-          checks: Checks of the values that envs return.
-          threads: Threads that reset the spare envs; None if there are no spare envs.
+        Without spare envs, `threads` is None.
         """
         self.rows = rows
         self._config = config

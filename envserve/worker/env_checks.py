@@ -89,12 +89,6 @@ def check_rebuilt(
     """Raise EnvStartError if a rebuilt env has different spaces.
 
     The rows in shared memory keep the layout of the first spaces.
-
-    Args:
-      env_index: Row of the env in the whole batch.
-      first: Spec of the env that has failed.
-      rebuilt: Spec of the env that replaces it.
-      request: Settings of the env.
     """
     if different := first.differences(rebuilt, request.observation_mode):
         raise EnvStartError(

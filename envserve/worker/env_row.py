@@ -154,13 +154,7 @@ class EnvRow:
             self._set_attribute(name, copy.deepcopy(value))
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Set the arrays, the heartbeat and the record to write to.
-
-        Args:
-          rows: Rows of the pool.
-          heartbeat: The worker's heartbeat; see `Slab`.
-          record: The row's record in the action ring.
-        """
+        """Set the arrays, the worker's heartbeat and the row's record to write to."""
         self._observation = rows.observation
         self._final_observation = rows.final_observation
         if self._single_leaf is not None:

@@ -130,10 +130,6 @@ def check_wrappers(
 def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
     """Return the arguments of a wrapper, converted to the types that it takes.
 
-    Args:
-      spec: The wrapper.
-      position: Position in the list of wrappers, for error messages.
-
     Raises:
       WrapperError: The name is unknown, or an argument is wrong or missing.
     """
