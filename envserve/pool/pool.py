@@ -162,7 +162,8 @@ class Pool:
     @property
     def is_closed(self) -> bool:
         """Whether every worker has ended after `begin_close`."""
-        return self._operations.state == "closing" and self._workers.have_ended
+        is_closing = self._operations.state == "closing"
+        return is_closing and all(w.process is None for w in self._workers.all)
 
     @property
     def worker_pids(self) -> tuple[int | None, ...]:

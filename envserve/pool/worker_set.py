@@ -210,11 +210,6 @@ class WorkerSet:
         self.watch_at = now
         return old
 
-    @property
-    def have_ended(self) -> bool:
-        """Whether all processes have ended."""
-        return all(worker.process is None for worker in self.all)
-
     def begin_close(self, grace_seconds: float) -> None:
         """Ask all workers to exit; kill those still running after the grace period."""
         self.watch_at = now = self._clock()

@@ -89,7 +89,6 @@ class EnvRow:
         self.incarnation = incarnation
         self.request = request
         self.autoreset = request.autoreset
-        self.is_fresh = True
         self._checks = checks or EnvChecks()
         self._context = context or request.context_of(row)
         self._kwargs = request.kwargs_of(row)
