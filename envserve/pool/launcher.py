@@ -333,11 +333,8 @@ class Launcher:
         """Ask the template to kill a worker and all processes that its envs started.
 
         Only the template can do this safely, because a process id may be reused once
-        its parent has reaped it. A worker that has already ended is ignored.
-
-        Args:
-          process: The worker process.
-          has_stack: Whether the worker may first write its Python stack to stderr.
+        its parent has reaped it. A worker that has already ended is ignored. With
+        `has_stack`, the worker may first write its Python stack to stderr.
         """
         self.poll()  # kills the template if an earlier call was interrupted
         if not self._template_error:

@@ -65,11 +65,7 @@ class WorkerSet:
     ) -> None:
         """Create the workers; `watch` starts them.
 
-        Args:
-          config: Settings of the pool.
-          blocks: All blocks of the pool.
-          launcher: Starts the processes; None for a new launcher that the set owns.
-          clock: Returns monotonic seconds.
+        If no launcher is given, the set owns a new one.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values, or are too

@@ -107,13 +107,7 @@ class FairShare:
         return False
 
     def record_dropped(self, user: str, num_messages: int, num_bytes: int) -> None:
-        """Count dropped messages.
-
-        Args:
-          user: The sender.
-          num_messages: Number of messages; 0 if the bytes are not a valid message.
-          num_bytes: Total size of the messages.
-        """
+        """Count dropped messages; their number is 0 if the bytes are not a message."""
         if user not in KEYLESS_USERS:  # users without a key cannot be shut out
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
             self._dropped[user] += part

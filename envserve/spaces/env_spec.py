@@ -85,9 +85,7 @@ class EnvSpec:
     def differences(self, other: EnvSpec, observation_mode: str = "same") -> list[str]:
         """Return one line for each space that differs between this spec and another.
 
-        Args:
-          other: The other spec.
-          observation_mode: See `settings.ObservationMode`.
+        For the mode, see `settings.ObservationMode`.
         """
         ours, theirs = self.observation_space, other.observation_space
         lines = []

@@ -64,12 +64,7 @@ class EnvChecks:
         return notes
 
     def check_finite(self, expectation: str, value: Any) -> None:
-        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass".
-
-        Args:
-          expectation: Expected value, for the error message.
-          value: A number or an array.
-        """
+        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass"."""
         array = np.asarray(value)
         if self.nonfinite == "pass" or array.dtype.kind != "f":
             return

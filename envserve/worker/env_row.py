@@ -181,9 +181,6 @@ class EnvRow:
         At the end of an episode, this method also checks that the observation and the
         reward are finite. After all other steps, the block checks all rows at once,
         which is much cheaper.
-
-        Returns:
-          Reward, terminated, truncated and info.
         """
         self._beat = beat = self._beat + BEAT_INCREMENT
         self._heartbeat[0] = beat

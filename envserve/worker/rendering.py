@@ -196,11 +196,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
 def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set on Linux if there is no display.
 
-    With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window.
-
-    Args:
-      environment: Variables of the process; variables that are already set are not
-        returned.
+    With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window. Those
+    that the environment already contains are omitted.
     """
     if sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(environment):
         return {}
