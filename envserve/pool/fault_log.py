@@ -67,11 +67,7 @@ class FaultLog:
     """
 
     def __init__(
-        self,
-        config: PoolSettings,
-        blocks: Sequence[Block],
-        label: str = "",
-        owner: str = "",
+        self, config: PoolSettings, blocks: Sequence[Block], label: str, owner: str
     ) -> None:
         """Store settings and blocks, the prefix of log lines, and the envs' owner."""
         self._config = config

@@ -100,10 +100,8 @@ class FrameRenderer:
         """Render a row; return a JPEG and "", or b"" and the text to show instead."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
-            return (
-                b"",
-                f"no image: render() crashed or hung {_MAX_RENDER_CRASHES} times",
-            )
+            times = f"{_MAX_RENDER_CRASHES} times"
+            return b"", f"no image: render() crashed or hung {times}"
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
         crashes[worker] += 1
         try:
@@ -118,10 +116,8 @@ class FrameRenderer:
         returned = "None" if frame is None else type(frame).__name__
         if isinstance(frame, np.ndarray):
             returned = f"{frame.dtype}{[*frame.shape]}"
-        return (
-            b"",
-            f"no image: expected render() to return uint8[h, w, 3]; got {returned}",
-        )
+        expected = "expected render() to return uint8[h, w, 3]"
+        return b"", f"no image: {expected}; got {returned}"
 
 
 def render(env: Any) -> Any:
