@@ -111,7 +111,6 @@ class ServerSockets:
       context: ZeroMQ context of the sockets.
       by_number: The open sockets, by `ServerSocket.number`.
       rotation: The open sockets in the order in which to read them next.
-      pollable: The open sockets as the argument of `zmq_poll`.
       num_reopened: Number of times that all connections were closed.
     """
 
@@ -177,7 +176,7 @@ class ServerSockets:
                 socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.rotation = deque(self.by_number.values())
-        self.pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
+        self._pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
 
     def listen(self) -> None:
         """Listen on every address; raise ServerError if one cannot be used."""
@@ -229,7 +228,7 @@ class ServerSockets:
 
     def has_unread(self) -> bool:
         """Return whether a message can be received."""
-        return bool(zmq.zmq_poll(self.pollable, 0))
+        return bool(zmq.zmq_poll(self._pollable, 0))
 
     def is_shut_out(self, user: str) -> bool:
         """Return whether the user is rejected for causing `reopen` too often.
@@ -280,7 +279,7 @@ class ServerSockets:
     def _close_sockets(self) -> None:
         for socket in self.by_number.values():
             socket.zmq.close(linger=0)
-        self.by_number, self.pollable = {}, []
+        self.by_number, self._pollable = {}, []
         self.rotation.clear()
 
     def close(self) -> None:
