@@ -100,12 +100,9 @@ def make_measure(
 def time_each(
     call: Callable[[Any], Any], arguments: Iterable[Any], seconds: float = math.inf
 ) -> Array:
-    """Call a function repeatedly; return the duration of each call in seconds.
+    """Call a function with each argument; return the durations of the calls in seconds.
 
-    Args:
-      call: Function to time.
-      arguments: The argument for each call.
-      seconds: Time after which to stop, unless the arguments run out earlier.
+    Stop after `seconds`, unless the arguments run out earlier.
     """
     clock = time.perf_counter
     timestamps = [clock()]

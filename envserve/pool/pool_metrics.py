@@ -62,10 +62,8 @@ class PoolMetrics:
     def __init__(self, blocks: Sequence[Block], *, counts_resets: bool = False) -> None:
         """Set all counters to zero.
 
-        Args:
-          blocks: The blocks of the pool.
-          counts_resets: Whether the step after the end of an episode only resets the
-            env, so that it does not count towards the next episode.
+        With `counts_resets`, the step after the end of an episode only resets the env,
+        so it does not count towards the next episode.
         """
         self.steps = [0] * len(blocks)
         self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS

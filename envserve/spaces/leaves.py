@@ -290,10 +290,7 @@ def _check_dtype(space: Space[Any], path: str) -> None:
 def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list[Any]:
     """Split a value or batch of a space into the values of its leaves, in leaf order.
 
-    Args:
-      space: The space.
-      value: The value or batch.
-      allows_more: Whether dicts may have more keys than the space.
+    With `allows_more`, dicts may have more keys than the space.
 
     Raises:
       SpaceError: The value is not nested in the same way as the space.

@@ -75,14 +75,8 @@ class EnvRow:
     ) -> None:
         """Store the arguments; `build` builds the env.
 
-        Args:
-          request: Settings of the env.
-          row: Row of the pool.
-          incarnation: Number of times the env was rebuilt before.
-          checks: Checks of the values that the env returns.
-          context: Indices of the env and its worker; by default, those in a pool with
-            one worker.
-          env_fn: Function that creates the env; by default, the env is created by name.
+        By default, the env is created by its name, and its context is that of a pool
+        with one worker.
         """
         self.row = row
         self.env_index = request.first_env_index + row

@@ -124,12 +124,7 @@ class ServerSockets:
     ) -> None:
         """Create the sockets; call `listen` and `start_reading` next.
 
-        Args:
-          binds: Addresses to listen on.
-          max_message_bytes: Maximum size of a frame.
-          loop: Event loop that reads from the sockets.
-          secret: The server's secret key; without one, tcp uses no keys.
-          audit: Callback that records an event in the audit log.
+        Without the server's secret key, tcp uses no keys.
         """
         self._secret = secret
         self._audit = audit
