@@ -110,12 +110,7 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
 
 @contextlib.contextmanager
 def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
-    """Yield a function that measures one of Gymnasium's vector envs.
-
-    Args:
-      load: The envs to step.
-      kind: Class of the vector env: "SyncVectorEnv" or "AsyncVectorEnv".
-    """
+    """Yield a function that measures Gymnasium's SyncVectorEnv or AsyncVectorEnv."""
     # On Ctrl-C, a terminal sends SIGINT to all processes of the command. If it ended
     # those of AsyncVectorEnv, `close` would raise an error, which would replace the
     # KeyboardInterrupt. The processes inherit this mask.

@@ -100,12 +100,9 @@ def make_measure(
 def time_each(
     call: Callable[[Any], Any], arguments: Iterable[Any], seconds: float = math.inf
 ) -> Array:
-    """Call a function repeatedly; return the duration of each call in seconds.
+    """Call a function with each argument; return the durations of the calls in seconds.
 
-    Args:
-      call: Function to time.
-      arguments: The argument for each call.
-      seconds: Time after which to stop, unless the arguments run out earlier.
+    Stop after `seconds`, unless the arguments run out earlier.
     """
     clock = time.perf_counter
     timestamps = [clock()]
@@ -121,9 +118,7 @@ def time_each(
 def summary(durations: Array, num_envs: int) -> dict[str, float]:
     """Return the speed, and the mean, p50 and p99 microseconds of a batch step.
 
-    Args:
-      durations: Duration of each batch step in seconds.
-      num_envs: Number of envs that a batch step steps.
+    `durations` contains the seconds of each batch step.
     """
     mean = float(durations.mean())
     return {

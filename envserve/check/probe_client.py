@@ -210,12 +210,9 @@ class ProbeClient:
     def expect_error(
         self, message: Message, *codes: ErrorCode, sent: Sequence[Buffer] = ()
     ) -> None:
-        """Send a message, and expect an ERROR with one of these codes.
+        """Send a message, or other frames, and expect an ERROR with one of these codes.
 
-        Args:
-          message: The message.
-          codes: The allowed codes.
-          sent: Frames to send instead of the encoded message, if not empty.
+        `sent` are the frames to send instead of the encoded message, if any.
         """
         self._sent_at = time.monotonic()
         self.link.send(sent or encode(message))

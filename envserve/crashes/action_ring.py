@@ -8,8 +8,8 @@ with the actions of the last steps.
 Each row has a step count. A record stores the count at each event, such as a reset.
 These counts locate the actions since the start point in the ring, so recording a step
 costs only a copy of its actions. Reading the state of a random generator takes longer.
-Therefore, an autoreset begins no new start point (see `reuse_start`) until the steps
-since the last one fill an eighth of the ring.
+Therefore, an autoreset begins no new start point until the steps since the last one
+fill an eighth of the ring.
 """
 
 from __future__ import annotations
@@ -225,19 +225,6 @@ class RowRecord:
         counts = memoryview(bytearray(8)).cast("q")
         return cls(np.zeros(2, _RECORD), counts, 0, 0)
 
-    def reuse_start(self) -> bool:
-        """Record that an env is about to autoreset, unless its start point is too old.
-
-        Returns:
-          Whether the autoreset was recorded, with the start point unchanged. If not,
-          call `begin_episode` instead.
-        """
-        count = self._counts[self._row]
-        if count >= self._renewal_due_at:
-            return False
-        self._current["episode_at"] = count
-        return True
-
     def begin_episode(
         self,
         env: Any,
@@ -250,6 +237,8 @@ class RowRecord:
     ) -> None:
         """Record that an env is about to be reset, with a new start point if possible.
 
+        An autoreset keeps the start point until it is too old.
+
         Args:
           env: The env without its wrappers.
           incarnation: Number of times the env of the row has been rebuilt.
@@ -260,6 +249,9 @@ class RowRecord:
             autoresets, so the last reset with a seed may remain the start point.
         """
         count = self._counts[self._row]
+        if is_autoreset and count < self._renewal_due_at:
+            self._current["episode_at"] = count
+            return
         generator: RngState | None = None
         if seed is not None:
             self._seeded = (seed, count)
@@ -274,12 +266,7 @@ class RowRecord:
         self._write(incarnation, count, generator)
 
     def adopt(self, other: RowRecord, incarnation: int) -> None:
-        """Record that another env, which has just been reset, takes over the row.
-
-        Args:
-          other: Record of the other env, which contains the reset.
-          incarnation: Number of times the other env has been rebuilt.
-        """
+        """Record that another env takes over the row; `other` contains its reset."""
         _, _, _, seed, seeded_at, generator_at, state, *_ = other._current.item()
         count = self._counts[self._row]
         self._seeded = (seed, _NEVER if seeded_at < 0 else count)

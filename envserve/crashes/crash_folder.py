@@ -67,11 +67,7 @@ class CrashFolder:
             raise PermissionError(f"{folder} is not writable")
 
     def may_write(self, now: float) -> bool:
-        """Return whether the rate limit allows another file now.
-
-        Args:
-          now: Current monotonic time in seconds.
-        """
+        """Return whether the rate limit allows another file; `now` is monotonic."""
         return now >= self._next_write_at
 
     def write(self, name: str, data: bytes, now: float) -> Path | None:
@@ -128,13 +124,9 @@ class CrashFolder:
 
 
 def _prune(folder: Path, newest: Path) -> None:
-    """Delete files until the folder is within its limits.
+    """Delete files until the folder is within its limits; `newest` was written last.
 
     Other processes may delete files at the same time.
-
-    Args:
-      folder: The folder.
-      newest: The file that was written last.
     """
     # Maps digests of owners to the modification time, size and path of each file.
     files: dict[str, list[tuple[float, int, Path]]] = {}

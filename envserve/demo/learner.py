@@ -33,13 +33,7 @@ class Learner:
     def __init__(
         self, name: str, env: gymnasium.Env[Any, Any], num_envs: int, seed: int
     ) -> None:
-        """Sample the initial policies.
-
-        Args:
-          name: Name of the env, for error messages.
-          env: An env that provides the spaces.
-          num_envs: Number of envs of the batch.
-          seed: Seed of the policies.
+        """Sample the initial policies; `name` is the env's name for error messages.
 
         Raises:
           SpaceError: The spaces are not supported.

@@ -128,11 +128,7 @@ def import_env_modules(references: Iterable[str]) -> tuple[str, ...]:
 
 
 def _import_module(module: str) -> ModuleType:
-    """Import and return a module, or a file `PATH.py`.
-
-    Raises:
-      EnvStartError: The module or file cannot be imported.
-    """
+    """Import a module or a file `PATH.py`; raise EnvStartError if this fails."""
     user_envs.check_files_exist([module])
     user_envs.modules_being_imported.append(module)
     arguments, sys.argv = sys.argv, [module]  # the module may parse the command line
@@ -297,11 +293,7 @@ def make_env(
 
 
 def _call(create: Callable[[], Env], name: str) -> Env:
-    """Return the env that a function creates.
-
-    Raises:
-      EnvStartError: The function returned something else, such as a vector env.
-    """
+    """Return the env that a function creates; reject other values and vector envs."""
     env = create()
     if isinstance(env, type) or not hasattr(env, "step"):
         hint = "call it" if callable(env) else "does the function lack a return?"

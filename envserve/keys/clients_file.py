@@ -71,11 +71,9 @@ class ClientsFile:
         return self._retry_at == math.inf
 
     def find(self, public: bytes, now: float) -> Grant | None:
-        """Return the grant of a public key, or None if the key is not authorised.
+        """Return the grant of a raw public key; None if it is not valid at `now`.
 
-        Args:
-          public: Raw public key.
-          now: Unix time in seconds.
+        Times are Unix times in seconds.
         """
         if public == self._local_public:
             return Grant(name="local", public=public)
@@ -83,21 +81,12 @@ class ClientsFile:
         return grant if grant and grant.is_valid(now) else None
 
     def find_name(self, name: str, now: float) -> Grant | None:
-        """Return the grant of a client, or None if there is none or it has expired.
-
-        Args:
-          name: Name of the client.
-          now: Unix time in seconds.
-        """
+        """Return the grant of a client; None if none is valid at `now`."""
         grant = self._look_up().by_id.get((name, False))
         return grant if grant and grant.is_valid(now) else None
 
     def grants(self, now: float = -math.inf) -> list[Grant]:
-        """Return the grants that have not expired at a given time.
-
-        Args:
-          now: Unix time in seconds; by default, expired grants are also returned.
-        """
+        """Return the grants that are valid at `now`; by default, all grants."""
         grants = self._look_up().by_key.values()
         return [grant for grant in grants if grant.is_valid(now)]
 

@@ -24,12 +24,7 @@ def encode(prefix: str, raw: bytes) -> str:
 
 
 def decode(prefix: str, text: str, num_bytes: int = 32) -> bytes:
-    """Decode the output of `encode`.
-
-    Args:
-      prefix: Expected prefix.
-      text: Text to decode.
-      num_bytes: Expected number of bytes.
+    """Decode the output of `encode`, which must contain `num_bytes` bytes.
 
     Raises:
       CodecError: The text is not valid. The message does not repeat it, because it may

@@ -115,11 +115,7 @@ def parse_words(words: Sequence[str]) -> Grant:
 
 
 def _convert_option(option: str, text: str) -> Any:
-    """Convert the text of an option, or of the name, to the type of its field.
-
-    Raises:
-      CodecError: The text is not valid.
-    """
+    """Convert the text of an option, or of the name, to the type of its field."""
     if option in ("expires", "until"):
         return _parse_time(option, text)
     value: Any = text

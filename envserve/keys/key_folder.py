@@ -289,12 +289,9 @@ def _check_socket_owner(path: str) -> None:
 
 
 def is_own_address(address: str) -> bool:
-    """Return whether an address contains a name or an IP address of this host.
+    """Return whether a tcp:// address contains a name or an IP address of this host.
 
     A host name is looked up, which may block until the name server replies.
-
-    Args:
-      address: A tcp:// address.
     """
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:

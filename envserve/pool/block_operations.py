@@ -215,11 +215,7 @@ class BlockOperations:
     ) -> None:
         """Start operations on idle blocks, and send them, with one write per worker.
 
-        Args:
-          kind: STEP, RESET or CALL.
-          indices: Indices of the blocks.
-          tasks: One task per block; empty for steps.
-          now: Monotonic seconds.
+        There is one task per block, but none for steps.
         """
         workers = self._workers
         workers.watch_at = min(workers.watch_at, now + workers.watch_seconds)
@@ -436,10 +432,8 @@ class BlockOperations:
                 reason = f"{env} ran out of memory"
             if num_replaced > config.max_restarts and worker.error is None:
                 number = config.max_restarts
-                restarted = (
-                    f", also in {number} new worker process{'es' * (number > 1)}"
-                )
-                suffix = restarted if config.max_restarts else ""
+                processes = f"{number} new worker process{'es' * (number > 1)}"
+                suffix = f", also in {processes}" if number else ""
                 worker.error = EnvError(
                     f"{env.capitalize()}: every step has failed{suffix}: {fault.cause}",
                     env_index=row,
@@ -489,10 +483,6 @@ class BlockOperations:
         the padding or in rows of several workers, all rows may be wrong, so all workers
         are replaced. Steps and resets of replaced workers are executed again, unless
         their outcomes were already collected.
-
-        Args:
-          flags: See `Slab.flags`.
-          now: Monotonic seconds.
         """
         # Usually, episodes have ended. Comparing bytes is faster than NumPy calls.
         data = flags.tobytes()
@@ -531,10 +521,7 @@ class BlockOperations:
     def _discard_rows(self, slot: _BlockSlot, finished: dict[int, Outcome]) -> None:
         """Mark a block's rows as lost; repeat its step or reset if it is not collected.
 
-        Args:
-          slot: The slot of the block.
-          finished: Outcomes that are not collected yet, by block. If the block's step
-            or reset is repeated, its outcome is removed.
+        If it is repeated, remove its outcome from `finished`.
         """
         index, worker, steps = slot.block.index, slot.worker, self.metrics.steps
         rows, part = self._rows, slot.block.row_slice

@@ -67,11 +67,7 @@ class FaultLog:
     """
 
     def __init__(
-        self,
-        config: PoolSettings,
-        blocks: Sequence[Block],
-        label: str = "",
-        owner: str = "",
+        self, config: PoolSettings, blocks: Sequence[Block], label: str, owner: str
     ) -> None:
         """Store settings and blocks, the prefix of log lines, and the envs' owner."""
         self._config = config
@@ -157,11 +153,7 @@ class FaultLog:
     ) -> None:
         """Log the loss of a worker, and the env that was running.
 
-        Args:
-          worker: The worker.
-          lost: The event that reports the loss.
-          running: Kind of operation of each block in flight, by block index.
-          now: Monotonic seconds.
+        `running` maps the index of each block in flight to the kind of its operation.
         """
         exit_ = worker.exit or Exit(0, 0)
         admitted = self._admit(f"{exit_.stderr_excerpt}\n{lost.text}", now)

@@ -273,9 +273,7 @@ class Launcher:
     ) -> WorkerProcess:
         """Request and return a worker process; `poll` later sets its pid or its exit.
 
-        Args:
-          selector: Selector with which to register the process's channel.
-          selector_data: Data to register with the channel.
+        The process's channel is registered with the selector, if any, and the data.
 
         Raises:
           WorkerError: The template cannot be started, too many requests are queued, or
@@ -335,11 +333,8 @@ class Launcher:
         """Ask the template to kill a worker and all processes that its envs started.
 
         Only the template can do this safely, because a process id may be reused once
-        its parent has reaped it. A worker that has already ended is ignored.
-
-        Args:
-          process: The worker process.
-          has_stack: Whether the worker may first write its Python stack to stderr.
+        its parent has reaped it. A worker that has already ended is ignored. With
+        `has_stack`, the worker may first write its Python stack to stderr.
         """
         self.poll()  # kills the template if an earlier call was interrupted
         if not self._template_error:
@@ -498,8 +493,7 @@ class Launcher:
             if process.exit is None:
                 process.exit = Exit(0, 1, f"the template process {reason}{end}")
         num_killed = len(self._running)
-        self._running, self._pending = {}, {}
-        self._kills = set()
+        self._running, self._pending, self._kills = {}, {}, set()
         self._template_error = reason + end
         if reason or (num_killed and not self._is_closed):
             _LOGGER.warning(

@@ -162,7 +162,8 @@ class Pool:
     @property
     def is_closed(self) -> bool:
         """Whether every worker has ended after `begin_close`."""
-        return self._operations.state == "closing" and self._workers.have_ended
+        is_closing = self._operations.state == "closing"
+        return is_closing and all(w.process is None for w in self._workers.all)
 
     @property
     def worker_pids(self) -> tuple[int | None, ...]:
@@ -323,8 +324,7 @@ class Pool:
         this process has its own core; with more workers, another worker uses the core
         of one that waits. In both cases, it is faster to read each reply as it arrives.
 
-        Returns:
-          The time at which the events were read.
+        Return the time at which the events were read.
         """
         workers, operations = self._workers, self._operations
         timeout_seconds = max(0.0, min(timeout_seconds, workers.watch_at - now))

@@ -62,10 +62,8 @@ class PoolMetrics:
     def __init__(self, blocks: Sequence[Block], *, counts_resets: bool = False) -> None:
         """Set all counters to zero.
 
-        Args:
-          blocks: The blocks of the pool.
-          counts_resets: Whether the step after the end of an episode only resets the
-            env, so that it does not count towards the next episode.
+        With `counts_resets`, the step after the end of an episode only resets the env,
+        so it does not count towards the next episode.
         """
         self.steps = [0] * len(blocks)
         self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS
@@ -185,12 +183,9 @@ class PoolMetrics:
         )
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
-        """Return the counters as the status of a lease.
+        """Return the counters and other fields as the status of a lease.
 
-        Args:
-          max_episodes: Maximum number of recent episodes and of recent recoveries to
-            include.
-          **fields: Additional fields of the status.
+        It contains at most `max_episodes` recent episodes, and as many recoveries.
         """
         counters = status_fields(self.counts)
         del counters["resets"], counters["reset_seconds"]

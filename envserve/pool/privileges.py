@@ -27,11 +27,7 @@ Limit = tuple[int, tuple[int, int]]
 
 
 def popen_options(host: HostSettings | None) -> dict[str, Any]:
-    """Return the user and the environment as arguments of `Popen`.
-
-    Args:
-      host: Settings of a server; None for the defaults.
-    """
+    """Return the user and the environment of the processes as arguments of `Popen`."""
     names = None if host is None else host.worker_env
     environment = {
         name: value
@@ -51,11 +47,7 @@ def popen_options(host: HostSettings | None) -> dict[str, Any]:
 
 
 def resource_limits(host: HostSettings | None) -> list[Limit]:
-    """Return the resource limits of the processes.
-
-    Args:
-      host: Settings of a server; None for the defaults.
-    """
+    """Return the resource limits of the processes."""
     core = resource.RLIMIT_CORE  # no core files, unless an env raises the limit
     limits = [(core, (0, resource.getrlimit(core)[1]))]
     if host is not None:

@@ -77,17 +77,15 @@ def describe_repro(repro: Repro) -> str:
     """Describe a repro file in a few lines, with reasons why a replay may differ."""
     played = repro.played
     start, caveats = "a reset with unknown random numbers", []
+    if played.num_missing:
+        actions = counted(played.num_missing, "action")
+        caveats.append(f"{actions} before these are not recorded")
     if played.seed is not None:
         start = f"a reset with seed {played.seed}"
     elif played.generator is not None:
         start = "a reset with the recorded state of the env's generator"
     else:
         caveats.append("its random numbers are not recorded")
-    if played.num_missing:
-        missing = (
-            f"{counted(played.num_missing, 'action')} before these are not recorded"
-        )
-        caveats.insert(0, missing)
     if played.misses_options:
         caveats.append("options of this reset or an earlier one are not recorded")
     if played.is_touched:

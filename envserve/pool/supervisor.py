@@ -402,11 +402,7 @@ class SupervisedWorker:
         return []
 
     def _abandon_unkillable(self, process: WorkerProcess) -> str:
-        """Record an error for a process that cannot be killed.
-
-        Returns:
-          A description of the process's end, for the log.
-        """
+        """Record an error for a process that cannot be killed; return how it ended."""
         end = f"was killed, but did not exit within {KILL_SECONDS:g} s"
         self.error = WorkerError(
             f"{self.label} {process.kill_reason}; its process {process.pid} {end}, and "

@@ -65,11 +65,7 @@ class WorkerSet:
     ) -> None:
         """Create the workers; `watch` starts them.
 
-        Args:
-          config: Settings of the pool.
-          blocks: All blocks of the pool.
-          launcher: Starts the processes; None for a new launcher that the set owns.
-          clock: Returns monotonic seconds.
+        If no launcher is given, the set owns a new one.
 
         Raises:
           EnvStartError: The `env_kwargs` or `wrappers` are not plain values, or are too
@@ -209,11 +205,6 @@ class WorkerSet:
             key.fileobj.close()
         self.watch_at = now
         return old
-
-    @property
-    def have_ended(self) -> bool:
-        """Whether all processes have ended."""
-        return all(worker.process is None for worker in self.all)
 
     def begin_close(self, grace_seconds: float) -> None:
         """Ask all workers to exit; kill those still running after the grace period."""

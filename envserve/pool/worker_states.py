@@ -56,21 +56,13 @@ class WorkerState(enum.Enum):
 
 
 _AFTER_ANY_PROCESS: Final = {WorkerState.BACKOFF, WorkerState.ENDED}
+_AFTER_SERVING: Final = {WorkerState.KILLED, WorkerState.CLOSING, *_AFTER_ANY_PROCESS}
 
 #: Allowed next states. Only `SupervisedWorker` changes states.
 TRANSITIONS: Final[dict[WorkerState, set[WorkerState]]] = {
     WorkerState.BACKOFF: {WorkerState.STARTING, WorkerState.ENDED},
-    WorkerState.STARTING: {
-        WorkerState.SERVING,
-        WorkerState.KILLED,
-        WorkerState.CLOSING,
-        *_AFTER_ANY_PROCESS,
-    },
-    WorkerState.SERVING: {
-        WorkerState.KILLED,
-        WorkerState.CLOSING,
-        *_AFTER_ANY_PROCESS,
-    },
+    WorkerState.STARTING: {WorkerState.SERVING, *_AFTER_SERVING},
+    WorkerState.SERVING: _AFTER_SERVING,
     WorkerState.KILLED: _AFTER_ANY_PROCESS,
     WorkerState.CLOSING: {WorkerState.KILLED, WorkerState.ENDED},
     WorkerState.ENDED: set(),

@@ -23,11 +23,7 @@ class ClientsRefresh:
     """
 
     def __init__(self, clients: ClientsFile) -> None:
-        """Take over the refreshes of a file.
-
-        Args:
-          clients: The file.
-        """
+        """Take over the refreshes of a file."""
         self._clients = clients
         self._thread = threading.Thread()  # replaced by each refresh
         self._wait_ends_at = 0.0

@@ -107,13 +107,7 @@ class FairShare:
         return False
 
     def record_dropped(self, user: str, num_messages: int, num_bytes: int) -> None:
-        """Count dropped messages.
-
-        Args:
-          user: The sender.
-          num_messages: Number of messages; 0 if the bytes are not a valid message.
-          num_bytes: Total size of the messages.
-        """
+        """Count dropped messages; their number is 0 if the bytes are not a message."""
         if user not in KEYLESS_USERS:  # users without a key cannot be shut out
             part = num_messages / _FLOOD_MESSAGES + num_bytes / _FLOOD_BYTES
             self._dropped[user] += part
@@ -139,13 +133,9 @@ class FairShare:
         return now >= self._turn_ends_at
 
     def end_turn(self, has_unread: bool) -> float:
-        """End a turn; update `throttled` and `flooder` every `_UPDATE_SECONDS`.
+        """End a turn; return the seconds to pause reading.
 
-        Args:
-          has_unread: Whether messages are left unread.
-
-        Returns:
-          Seconds to pause reading.
+        Update `throttled` and `flooder` every `_UPDATE_SECONDS`.
         """
         if has_unread:
             self._backlog_since = min(self._backlog_since, self._now)

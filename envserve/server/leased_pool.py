@@ -17,8 +17,6 @@ class LeasedPool:
       pool: The pool.
       is_ready_reported: Whether the session was notified that the pool is ready.
       is_closing: Whether `begin_close` was called.
-      timer_at: Time at which the timer calls `on_event`, on the loop's clock; infinity
-        if no timer is set.
     """
 
     def __init__(
@@ -27,7 +25,7 @@ class LeasedPool:
         self.pool = pool
         self.is_ready_reported = self.is_closing = False
         self._timer: asyncio.TimerHandle | None = None
-        self.timer_at = math.inf
+        self._timer_at = math.inf  # infinity if no timer is set
         self._started_at = time.monotonic()
         self._loop = loop
         self._on_event = on_event
@@ -40,17 +38,17 @@ class LeasedPool:
     def schedule(self) -> None:
         """Advance the timer to the pool's next deadline, if the deadline is earlier."""
         deadline = self.pool.next_deadline()
-        if deadline < self.timer_at:
+        if deadline < self._timer_at:
             self._set_timer(deadline)
 
     def _set_timer(self, deadline: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.timer_at = deadline
+        self._timer_at = deadline
         self._timer = self._loop.call_at(deadline, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer, self.timer_at = None, math.inf
+        self._timer, self._timer_at = None, math.inf
         self._on_event()
 
     def statistics(self) -> dict[str, float]:

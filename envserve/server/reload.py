@@ -145,11 +145,7 @@ def _run(child_main: _ChildMain, host: HostSettings, connection: Connection) -> 
 
 
 def _probe(host: HostSettings) -> list[str]:
-    """Import the envs in a child; return the files that the import reads.
-
-    Raises:
-      EnvStartError: The envs cannot be imported.
-    """
+    """Import the envs in a child; return the files that the import reads."""
     probe, connection = _fork(_import, host)
     error: str
     files: list[str]

@@ -60,11 +60,7 @@ class Router:
         return None
 
     def send(self, peer: Peer, frames: Sequence[Buffer]) -> bool:
-        """Pass a message to ZeroMQ.
-
-        Returns:
-          Whether ZeroMQ accepted the message; False if the peer is gone or too slow.
-        """
+        """Pass a message to ZeroMQ; return False if the peer is gone or too slow."""
         self.is_full = False
         number, route, _ = peer
         socket = self.sockets.by_number.get(number)

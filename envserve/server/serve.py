@@ -171,13 +171,7 @@ async def _offered_names(
 ) -> tuple[str, ...] | None:
     """Wait until another process has imported the envs, and return their names.
 
-    Returns:
-      The names, or None if the server must stop before they are known.
-
-    Raises:
-      EnvStartError: A module cannot be imported, or a name in `env_names` is not
-        registered.
-      UnknownEnv: A name in `vector_envs` is not offered.
+    Return None if the server must stop before they are known.
     """
     with contextlib.ExitStack() as stack:
         if not settings.preload:  # the template of `launcher` imports nothing

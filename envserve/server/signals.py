@@ -42,10 +42,9 @@ class ShutdownSignals:
     async def run_unless_immediate(
         self, coroutine: Coroutine[Any, Any, None], timeout_seconds: float
     ) -> bool:
-        """Run a coroutine; cancel it at the timeout, or when `immediate` is set.
+        """Run a coroutine until the timeout, or until `immediate` is set.
 
-        Returns:
-          Whether the coroutine has finished.
+        Return whether it has finished; otherwise, cancel it.
         """
         task = asyncio.create_task(coroutine)
         signalled = asyncio.create_task(self.immediate.wait())

@@ -85,9 +85,7 @@ class EnvSpec:
     def differences(self, other: EnvSpec, observation_mode: str = "same") -> list[str]:
         """Return one line for each space that differs between this spec and another.
 
-        Args:
-          other: The other spec.
-          observation_mode: See `settings.ObservationMode`.
+        For the mode, see `settings.ObservationMode`.
         """
         ours, theirs = self.observation_space, other.observation_space
         lines = []
@@ -211,12 +209,9 @@ class _SpaceBudget:
         return inner
 
     def charge(self, sizes: Iterable[Any], num_bytes: int, times: int = 1) -> None:
-        """Charge the memory of arrays to the budget.
+        """Charge the memory of `times` arrays to the budget.
 
-        Args:
-          sizes: Shape of each array.
-          num_bytes: Size of an element in bytes.
-          times: Number of arrays.
+        Each array has the shape `sizes`, and elements of `num_bytes` bytes.
 
         Raises:
           SpaceError: The arrays exceed the budget.

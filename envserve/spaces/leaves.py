@@ -290,10 +290,7 @@ def _check_dtype(space: Space[Any], path: str) -> None:
 def flatten(space: Space[Any], value: Any, *, allows_more: bool = False) -> list[Any]:
     """Split a value or batch of a space into the values of its leaves, in leaf order.
 
-    Args:
-      space: The space.
-      value: The value or batch.
-      allows_more: Whether dicts may have more keys than the space.
+    With `allows_more`, dicts may have more keys than the space.
 
     Raises:
       SpaceError: The value is not nested in the same way as the space.
@@ -339,15 +336,10 @@ def unflatten(space: Space[Any], leaves: Iterable[Any]) -> Any:
 
 
 def unbatch(space: Space[Any], batch: Any, rows: Iterable[int]) -> list[Any]:
-    """Return the values of the given rows of a batch.
+    """Return the values of the given rows of a batch; `space` is the space of one row.
 
     Unlike Gymnasium's `iterate`, this function also works if a Dict or Tuple contains
     an empty Dict or Tuple.
-
-    Args:
-      space: Space of one row.
-      batch: Arrays or tuples with one value per row, nested like the space.
-      rows: The rows.
     """
     leaves = flatten(space, batch)
     return [unflatten(space, [leaf[row] for leaf in leaves]) for row in rows]

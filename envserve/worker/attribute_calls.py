@@ -71,14 +71,7 @@ class CallRequest(NamedTuple):
         return self.kind in ("call", "set")
 
     def arguments_for(self, position: int) -> tuple[list[Any], dict[str, Any]]:
-        """Decode a new copy of the arguments for one row.
-
-        Args:
-          position: Position of the row in `rows`.
-
-        Returns:
-          The positional and the keyword arguments.
-        """
+        """Decode a new copy of the arguments for the row at a position of `rows`."""
         arguments, keywords = codec.decode(self.arguments, max_bytes=MAX_CALL_BYTES)
         return ([arguments[position]] if self.kind == "set" else arguments), keywords
 
@@ -133,13 +126,8 @@ def run_call(
         values.append(value)
         size += len(value)
     report = encode_report(len(request.rows), 1, faults)
-    head = (
-        _LENGTH.pack(len(report))
-        + report
-        + _LIST_MARKER
-        + len(values).to_bytes(4, "big")
-    )
-    return b"".join([head, *values])
+    head = _LENGTH.pack(len(report)), report
+    return b"".join([*head, _LIST_MARKER, len(values).to_bytes(4, "big"), *values])
 
 
 def run_call_on_vector_env(

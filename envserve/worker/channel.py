@@ -212,13 +212,7 @@ class Channel:
         selector: selectors.BaseSelector | None = None,
         selector_data: object = None,
     ) -> None:
-        """Take ownership of a socket.
-
-        Args:
-          sock: The socket.
-          selector: Selector with which to register the socket.
-          selector_data: Data that the selector returns with the socket's events.
-        """
+        """Take ownership of a socket; register it with the selector, if any."""
         sock.setblocking(False)
         self.socket = sock
         self.is_at_eof = False

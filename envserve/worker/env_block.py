@@ -14,7 +14,7 @@ from typing import Any
 
 from envserve.crashes.action_ring import ActionRing
 from envserve.lane import Fault
-from envserve.slab import OK, Rows, Status, next_beat
+from envserve.slab import Rows, Status, next_beat
 from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
@@ -45,11 +45,7 @@ class EnvBlock:
     ) -> None:
         """Store the arguments; `build` builds the envs.
 
-        Args:
-          config: Content of BUILD.
-          rows: Indices of the block's rows in the pool.
-          checks: Checks of the values that envs return.
-          threads: Threads that reset the spare envs; None if there are no spare envs.
+        Without spare envs, `threads` is None.
         """
         self.rows = rows
         self._config = config
@@ -202,10 +198,8 @@ class EnvBlock:
             rebuilt += [row] * (env.incarnation - incarnation - is_counted)
             if info and self._reports_all_infos:
                 infos[row] = copy_info(info)
-            rows = self._all_rows
-            rows.reward[row] = 0.0
-            rows.terminated[row] = rows.truncated[row] = False
-            rows.status[row] = OK
+            self._all_rows.reward[row] = 0.0
+            self._all_rows.flags[:, row] = 0  # no end of an episode, and status OK
         infos = dict(sorted(infos.items()))  # the rows may be listed in any order
         return self._encode_report(faults, infos, self._checks.take_warnings(), rebuilt)
 

@@ -64,12 +64,7 @@ class EnvChecks:
         return notes
 
     def check_finite(self, expectation: str, value: Any) -> None:
-        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass".
-
-        Args:
-          expectation: Expected value, for the error message.
-          value: A number or an array.
-        """
+        """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass"."""
         array = np.asarray(value)
         if self.nonfinite == "pass" or array.dtype.kind != "f":
             return
@@ -89,12 +84,6 @@ def check_rebuilt(
     """Raise EnvStartError if a rebuilt env has different spaces.
 
     The rows in shared memory keep the layout of the first spaces.
-
-    Args:
-      env_index: Row of the env in the whole batch.
-      first: Spec of the env that has failed.
-      rebuilt: Spec of the env that replaces it.
-      request: Settings of the env.
     """
     if different := first.differences(rebuilt, request.observation_mode):
         raise EnvStartError(

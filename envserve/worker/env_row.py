@@ -75,21 +75,14 @@ class EnvRow:
     ) -> None:
         """Store the arguments; `build` builds the env.
 
-        Args:
-          request: Settings of the env.
-          row: Row of the pool.
-          incarnation: Number of times the env was rebuilt before.
-          checks: Checks of the values that the env returns.
-          context: Indices of the env and its worker; by default, those in a pool with
-            one worker.
-          env_fn: Function that creates the env; by default, the env is created by name.
+        By default, the env is created by its name, and its context is that of a pool
+        with one worker.
         """
         self.row = row
         self.env_index = request.first_env_index + row
         self.incarnation = incarnation
         self.request = request
         self.autoreset = request.autoreset
-        self.is_fresh = True
         self._checks = checks or EnvChecks()
         self._context = context or request.context_of(row)
         self._kwargs = request.kwargs_of(row)
@@ -154,13 +147,7 @@ class EnvRow:
             self._set_attribute(name, copy.deepcopy(value))
 
     def attach(self, rows: Rows, heartbeat: memoryview, record: RowRecord) -> None:
-        """Set the arrays, the heartbeat and the record to write to.
-
-        Args:
-          rows: Rows of the pool.
-          heartbeat: The worker's heartbeat; see `Slab`.
-          record: The row's record in the action ring.
-        """
+        """Set the arrays, the worker's heartbeat and the row's record to write to."""
         self._observation = rows.observation
         self._final_observation = rows.final_observation
         if self._single_leaf is not None:
@@ -188,9 +175,6 @@ class EnvRow:
         At the end of an episode, this method also checks that the observation and the
         reward are finite. After all other steps, the block checks all rows at once,
         which is much cheaper.
-
-        Returns:
-          Reward, terminated, truncated and info.
         """
         self._beat = beat = self._beat + BEAT_INCREMENT
         self._heartbeat[0] = beat
@@ -270,15 +254,14 @@ class EnvRow:
             seed = self._initial_seed
         self._initial_seed = None
         self.is_fresh = self._needs_reset = False
-        if not (is_autoreset and self.record.reuse_start()):
-            self.record.begin_episode(
-                self.inner_env,
-                self.incarnation,
-                seed,
-                self._last_seed,
-                options,
-                is_autoreset=is_autoreset,
-            )
+        self.record.begin_episode(
+            self.inner_env,
+            self.incarnation,
+            seed,
+            self._last_seed,
+            options,
+            is_autoreset=is_autoreset,
+        )
         if seed is not None:
             self._last_seed = seed
         heartbeat = self._heartbeat

@@ -55,12 +55,9 @@ class FrameBoard:
         self._slots_by_row: dict[int, int] = {}
 
     def watch(self, rows: Sequence[int], width: int, until: int) -> None:
-        """Make workers render rows until a given time.
+        """Make workers render rows, with a width in pixels.
 
-        Args:
-          rows: Rows of the pool.
-          width: Width of the frames in pixels.
-          until: Time at which the watch ends, as a value of `time.monotonic_ns()`.
+        The watch ends at `until`, a value of `time.monotonic_ns()`.
         """
         slots, watched = self._slots_by_row, self.watched
         for row in rows:

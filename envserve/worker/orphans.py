@@ -63,10 +63,8 @@ def _has_zombie_child() -> bool:
 def child_processes(pid: int | None = None) -> list[tuple[int, bytes, int]]:
     """Return the process id, state and session of each child, including adopted ones.
 
-    Without /proc, as on macOS, return an empty list.
-
-    Args:
-      pid: The parent; this process by default.
+    The parent is this process by default. Without /proc, as on macOS, return an empty
+    list.
     """
     if not os.path.isdir("/proc"):
         return []

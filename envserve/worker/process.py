@@ -79,17 +79,13 @@ def run(
             inbox = MessageReader(channel)
             messages = inbox.messages()
             build = next(messages, None)
-            if build is None or build.kind not in (
-                MessageKind.BUILD,
-                MessageKind.REPLAY,
-            ):
+            kinds = MessageKind.BUILD, MessageKind.REPLAY
+            if build is None or build.kind not in kinds:
                 return
             is_replay = build.kind is MessageKind.REPLAY
-            fields = (
-                {}
-                if is_replay
-                else codec.decode(build.payload, max_bytes=MAX_MESSAGE_BYTES)
-            )
+            fields: dict[str, Any] = {}
+            if not is_replay:
+                fields = codec.decode(build.payload, max_bytes=MAX_MESSAGE_BYTES)
             if gpu := fields.get("gpu"):  # set before a module initialises CUDA
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
 

@@ -100,10 +100,8 @@ class FrameRenderer:
         """Render a row; return a JPEG and "", or b"" and the text to show instead."""
         crashes, worker = self._board.num_render_crashes, self._worker
         if crashes[worker] >= _MAX_RENDER_CRASHES:
-            return (
-                b"",
-                f"no image: render() crashed or hung {_MAX_RENDER_CRASHES} times",
-            )
+            times = f"{_MAX_RENDER_CRASHES} times"
+            return b"", f"no image: render() crashed or hung {times}"
         self._heartbeat[0] = next_beat(self._heartbeat[0], row)
         crashes[worker] += 1
         try:
@@ -118,10 +116,8 @@ class FrameRenderer:
         returned = "None" if frame is None else type(frame).__name__
         if isinstance(frame, np.ndarray):
             returned = f"{frame.dtype}{[*frame.shape]}"
-        return (
-            b"",
-            f"no image: expected render() to return uint8[h, w, 3]; got {returned}",
-        )
+        expected = "expected render() to return uint8[h, w, 3]"
+        return b"", f"no image: {expected}; got {returned}"
 
 
 def render(env: Any) -> Any:
@@ -196,11 +192,8 @@ def encode_jpeg(frame: Any, width: int) -> bytes:
 def headless_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables to set on Linux if there is no display.
 
-    With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window.
-
-    Args:
-      environment: Variables of the process; variables that are already set are not
-        returned.
+    With these variables, MuJoCo uses EGL or OSMesa, and pygame opens no window. Those
+    that the environment already contains are omitted.
     """
     if sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & set(environment):
         return {}

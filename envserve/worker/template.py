@@ -338,7 +338,7 @@ class _Template:
                     registry.preload(name)
                     num_preloaded += 1
             elif not self._import_error:
-                self._import_error = _import_error([name])
+                self._import_error = _import_error(name)
             file = Path(split_reference(name)[0]).name
             files = dict.fromkeys(thread_ids(), file) | files
         names, error = [], self._import_error
@@ -480,7 +480,7 @@ class _Template:
         """Import the modules that this process has not imported; return the error."""
         for module in self._worker_imports:
             report(module)
-            self._import_error = self._import_error or _import_error([module])
+            self._import_error = self._import_error or _import_error(module)
         if self._worker_imports:
             report("")
         return self._import_error
@@ -540,16 +540,16 @@ class _Template:
             )
 
 
-def _import_error(modules: list[str]) -> str:
-    """Import modules; return the error of the first one that fails, or ""."""
+def _import_error(module: str) -> str:
+    """Import a module; return the error if this fails, or ""."""
     from envserve.envs import registry
 
     try:
-        registry.import_env_modules(modules)
+        registry.import_env_modules([module])
     except Exception as error:
         return str(error)
     except BaseException as error:  # such as SystemExit; Ctrl-C does not reach it
-        return f"importing {', '.join(modules)} raised {error!r}"
+        return f"importing {module} raised {error!r}"
     return ""
 
 

@@ -164,8 +164,8 @@ class VectorBlock:
         rows, spec = self._block, self._spec
         if self._deferred is not None and self._deferred.all():
             infos = self._reset(None, self._all_mask)
-            for array in (rows.reward, rows.terminated, rows.truncated):
-                array[...] = 0
+            rows.reward[...] = 0.0
+            rows.flags[...] = 0
             return self._infos_by_row(infos, rows.truncated, _NO_INFOS)
         actions = [array.copy() for array in rows.action]  # envs may store actions
         self._write_heartbeat(self._step_kind)
@@ -281,8 +281,7 @@ class VectorBlock:
                 raise  # not even a plain reset succeeds, so restart the worker
             faults, mask = self._replace_failed(error), self._all_mask
         rows.reward[mask] = 0.0
-        rows.terminated[mask] = rows.truncated[mask] = False
-        rows.status[mask] = Status.OK
+        rows.flags[:, mask] = 0  # no end of an episode, and status OK
         start, size = self.rows.start, len(self.rows)
         reported = sorted(numbers) if infos and self._config.infos == "all" else ()
         pairs = ((row, _row_info(infos, row - start, size)) for row in reported)
@@ -335,11 +334,10 @@ class VectorBlock:
         is_autoreset = seeds is None and not options
         for row in mask.nonzero()[0].tolist():
             record, incarnation = self._records[row], self._incarnation
-            if not (is_autoreset and record.reuse_start()):
-                seed = None if seeds is None else seeds[row]
-                record.begin_episode(
-                    None, incarnation, seed, None, options, is_autoreset=is_autoreset
-                )
+            seed = None if seeds is None else seeds[row]
+            record.begin_episode(
+                None, incarnation, seed, None, options, is_autoreset=is_autoreset
+            )
 
     def _write_heartbeat(self, call_kind: int) -> None:
         """Write the next heartbeat and the kind of the env call; see `Slab`."""

@@ -19,7 +19,7 @@ from gymnasium import spaces
 from envserve.errors import EnvStartError, WrapperError
 from envserve.text import install_command
 from envserve.wrappers.additional import check_float
-from envserve.wrappers.registry import find_wrapper
+from envserve.wrappers.registry import WRAPPERS
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_arguments
 
 Env = gymnasium.Env[Any, Any]
@@ -48,8 +48,8 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
         try:
             size = _observation_bytes(env.observation_space, spec.name, arguments)
             _check_size(size, limit, where)
-            env = _apply(env, spec.name, arguments, where)
-            if not find_wrapper(spec.name, where).is_limited:
+            env = _apply(env, spec.name, arguments)
+            if not WRAPPERS[spec.name].is_limited:
                 limit = max(_nbytes(env.observation_space), limit)
             _check_size(_nbytes(env.observation_space), limit, where)
         except WrapperError:
@@ -64,7 +64,7 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
     return env
 
 
-def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
+def _apply(env: Env, name: str, arguments: dict[str, Any]) -> Env:
     if name == "RescaleObservation":
         check_float("observation", env.observation_space)
     elif name == "RescaleAction":
@@ -72,7 +72,7 @@ def _apply(env: Env, name: str, arguments: dict[str, Any], where: str) -> Env:
     elif name == "DtypeObservation":
         # Gymnasium 1.2 calls the dtype as a function, so pass the class, not the name.
         arguments = {"dtype": np.sctypeDict[arguments["dtype"]]}
-    registered = find_wrapper(name, where).make
+    registered = WRAPPERS[name].make
     make: Callable[..., Env] = (
         pkgutil.resolve_name(registered) if isinstance(registered, str) else registered
     )

@@ -214,11 +214,7 @@ def register_wrapper(
 
 
 def find_wrapper(name: str, where: str) -> RegisteredWrapper:
-    """Return a registered wrapper.
-
-    Args:
-      name: Name of the wrapper.
-      where: Place in the request, for error messages.
+    """Return a registered wrapper; `where` is its place in the request, for errors.
 
     Raises:
       WrapperError: No wrapper with this name is registered; the message suggests names.

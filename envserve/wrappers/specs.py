@@ -108,15 +108,11 @@ def parse_wrappers(tables: Any) -> tuple[WrapperSpec, ...]:
 def check_wrappers(
     specs: Sequence[WrapperSpec], *, allow_unknown: bool = False
 ) -> None:
-    """Check the number of wrappers and their arguments.
-
-    Args:
-      specs: Wrappers of one env.
-      allow_unknown: Whether to accept names that are not registered.
+    """Check the number of wrappers of one env, and their arguments.
 
     Raises:
-      WrapperError: There are too many wrappers, a name is unknown, or an argument is
-        wrong.
+      WrapperError: There are too many wrappers, an argument is wrong or, unless
+        `allow_unknown`, a name is not registered.
     """
     if len(specs) > MAX_WRAPPERS:
         raise WrapperError(
@@ -129,10 +125,6 @@ def check_wrappers(
 
 def convert_arguments(spec: WrapperSpec, position: int) -> dict[str, Any]:
     """Return the arguments of a wrapper, converted to the types that it takes.
-
-    Args:
-      spec: The wrapper.
-      position: Position in the list of wrappers, for error messages.
 
     Raises:
       WrapperError: The name is unknown, or an argument is wrong or missing.

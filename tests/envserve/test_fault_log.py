@@ -192,7 +192,7 @@ def test_line_of_a_worker_that_exits_contains_the_reason(
     assert "exited with code 3; in a reset of env 0" in line
     assert line.endswith('its stderr ends with "no licence"')
     caplog.clear()
-    log = FaultLog(pool.config, pool.blocks, "session 7")
+    log = FaultLog(pool.config, pool.blocks, "session 7", "")
     worker = pool._workers.all[0]
     slab = pool._workers.slab
     assert slab is not None
@@ -214,7 +214,7 @@ def test_each_class_is_warned_about_once_and_sixteen_classes_at_most(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make_pool(SCRIPT, 1, 1)
-    log = FaultLog(pool.config, pool.blocks)
+    log = FaultLog(pool.config, pool.blocks, "", "")
     assert log.warn_once(["A is slow"]) == ["A is slow"]
     assert log.warn_once(["A is slow", "B is old"]) == ["B is old"]
     many = [f"C{number} is odd" for number in range(20)]

@@ -311,11 +311,7 @@ class _ServerPoller:
     def _poll_frames(
         self, observer: Observer, serials: Mapping[Tile, int], publish: _Publish
     ) -> dict[Tile, int]:
-        """Publish all frames that are newer than those with the given serial numbers.
-
-        Returns:
-          The latest serial number of each tile.
-        """
+        """Publish frames that are newer than `serials`; return the latest numbers."""
         tiles = self.tiles
         latest = {tile: serials.get(tile, 0) for tile in tiles}
         groups: dict[tuple[int, int], list[Tile]] = {}

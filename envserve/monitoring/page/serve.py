@@ -133,9 +133,7 @@ def page_process(
 def finish_page(process: subprocess.Popen[str], show: Callable[[str], object]) -> None:
     """Wait until no browser shows the page, for a minute at most, or until Ctrl-C.
 
-    Args:
-      process: Process that serves the page.
-      show: Function to call with each line that the process prints.
+    Meanwhile, call `show` with each line that the process prints.
     """
     assert process.stdin is not None
     assert process.stdout is not None

@@ -111,7 +111,6 @@ class ServerSockets:
       context: ZeroMQ context of the sockets.
       by_number: The open sockets, by `ServerSocket.number`.
       rotation: The open sockets in the order in which to read them next.
-      pollable: The open sockets as the argument of `zmq_poll`.
       num_reopened: Number of times that all connections were closed.
     """
 
@@ -125,12 +124,7 @@ class ServerSockets:
     ) -> None:
         """Create the sockets; call `listen` and `start_reading` next.
 
-        Args:
-          binds: Addresses to listen on.
-          max_message_bytes: Maximum size of a frame.
-          loop: Event loop that reads from the sockets.
-          secret: The server's secret key; without one, tcp uses no keys.
-          audit: Callback that records an event in the audit log.
+        Without the server's secret key, tcp uses no keys.
         """
         self._secret = secret
         self._audit = audit
@@ -177,7 +171,7 @@ class ServerSockets:
                 socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.rotation = deque(self.by_number.values())
-        self.pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
+        self._pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
 
     def listen(self) -> None:
         """Listen on every address; raise ServerError if one cannot be used."""
@@ -229,7 +223,7 @@ class ServerSockets:
 
     def has_unread(self) -> bool:
         """Return whether a message can be received."""
-        return bool(zmq.zmq_poll(self.pollable, 0))
+        return bool(zmq.zmq_poll(self._pollable, 0))
 
     def is_shut_out(self, user: str) -> bool:
         """Return whether the user is rejected for causing `reopen` too often.
@@ -280,7 +274,7 @@ class ServerSockets:
     def _close_sockets(self) -> None:
         for socket in self.by_number.values():
             socket.zmq.close(linger=0)
-        self.by_number, self.pollable = {}, []
+        self.by_number, self._pollable = {}, []
         self.rotation.clear()
 
     def close(self) -> None:
