@@ -143,7 +143,8 @@ class Attachment:
     @property
     def next_attach(self) -> Attach:
         """The ATTACH of the next lease, with seeds that no earlier lease has used."""
-        return with_fresh_seeds(self.attach, self.num_leases)
+        first = self.attach.first_incarnation + self.num_leases * INCARNATIONS_PER_LEASE
+        return copy_as(Attach, self.attach, first_incarnation=first & 0xFFFFFFFF)
 
     def _send_attach(self, now: float) -> None:
         """Send an ATTACH under the current session number."""
@@ -588,12 +589,6 @@ class Attachment:
         else:
             self.fail(error)
         self._requests.send_detach(detach_frames)
-
-
-def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
-    """Return an ATTACH for the same envs, with seeds that no earlier lease used."""
-    first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
-    return copy_as(Attach, attach, first_incarnation=first & 0xFFFFFFFF)
 
 
 def attach_of(request: EnvRequest, address: str) -> Attach:
