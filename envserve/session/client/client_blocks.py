@@ -107,7 +107,7 @@ class ClientBlocks:
         self._parts = BlockParts(codec, blocks)
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
-        self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
+        self._block_of_row = [block.index for block in blocks for _ in block.rows]
         self._replies: list[_Reply] = []
         #: Indices of blocks whose observations were already copied to their final
         #: observations for the current operation.
@@ -143,9 +143,8 @@ class ClientBlocks:
             if not blocks:
                 return requests
         if lost:
-            for block in blocks:
-                if block in lost:
-                    requests.append(self._reset((Reset(block),), is_step=True))
+            resets = [Reset(block) for block in blocks if block in lost]
+            requests = [self._reset((reset,), is_step=True) for reset in resets]
             blocks = [block for block in blocks if block not in lost]
             if not blocks:
                 return requests
@@ -315,15 +314,13 @@ class ClientBlocks:
             outcome = reported or Outcome(index)
             return outcome._replace(result=bytes(message.payload))
         block = self.blocks[index]
-        rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET
         if index in self.lost and is_reset and not _rows_not_reset(request, block):
             text, has_ended = self.lost.pop(index), index in self._lost_at_end
             self._lost_at_end.discard(index)
             is_whole = has_ended and not (reported and reported.faults)
             if request.is_step and not is_whole:
-                status = Status.SERVER_LOST
-                faults = [Fault(row, status, text) for row in rows]
+                faults = [Fault(row, Status.SERVER_LOST, text) for row in block.rows]
                 # With "next_step", the next step returns the infos of the reset.
                 infos = reported.infos if reported and self._is_next_step else {}
                 return Outcome(index, infos, faults)
@@ -552,4 +549,4 @@ def _rows_not_reset(request: Request, block: Block) -> list[int]:
     (reset_rows,) = [r.env_indices for r in request.resets if r.block == block.index]
     if reset_rows is None:
         return []
-    return [row for row in range(block.start, block.stop) if row not in reset_rows]
+    return [row for row in block.rows if row not in reset_rows]

@@ -129,12 +129,8 @@ class ClientSession:
     @property
     def num_in_flight(self) -> int:
         """Number of blocks with an operation in flight or an uncollected result."""
-        client_blocks = self.attachment.client_blocks
-        return (
-            len(client_blocks.in_flight) + len(client_blocks.ended)
-            if client_blocks
-            else 0
-        )
+        blocks = self.attachment.client_blocks
+        return 0 if blocks is None else len(blocks.in_flight) + len(blocks.ended)
 
     def stats(self) -> dict[str, int]:
         """Return the session's counters by name."""
