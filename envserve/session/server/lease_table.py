@@ -240,11 +240,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Log a rejection, and return its event for the audit log.
 
         At most one rejection per second is logged for each error code.
-
-        Args:
-          rejection: The rejection.
-          user: Name of the rejected user.
-          now: Monotonic seconds.
         """
         more = self._rejection_throttle.admit(rejection.body.code, now)
         if more is not None:
@@ -385,12 +380,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
         """Grant a lease whose envs are built, unless its messages are too large.
-
-        Args:
-          record: The lease.
-          spec: Spaces of its envs.
-          blocks: Blocks of its pool.
-          rows: Rows of its pool.
 
         Raises:
           Rejection: The messages of the lease would be too large.

@@ -24,13 +24,12 @@ _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
-    **dict.fromkeys(
-        (
-            *("action_space", "np_random", "np_random_seed", "observation_space"),
-            *("spec", "wrapper_names"),
-        ),
-        frozenset({"get"}),
-    ),
+    "action_space": frozenset({"get"}),
+    "np_random": frozenset({"get"}),
+    "np_random_seed": frozenset({"get"}),
+    "observation_space": frozenset({"get"}),
+    "spec": frozenset({"get"}),
+    "wrapper_names": frozenset({"get"}),
 }
 
 

@@ -146,9 +146,7 @@ class ServerProtocol:
             if header is None:
                 self.num_dropped_messages += 1
                 return []
-            return [
-                self._reply_builder.rejection(header, ErrorCode.BAD_MESSAGE, str(error))
-            ]
+            return self.reject(header, error, now)
         message.peer = peer
         try:
             # This is the fast path, for operations of a granted lease.
@@ -374,15 +372,7 @@ class ServerProtocol:
         rows: Rows,
         now: float,
     ) -> list[Decision]:
-        """Grant a lease whose envs are built.
-
-        Args:
-          session_id: Session of the lease.
-          spec: Spaces of the envs.
-          blocks: Blocks of the pool.
-          rows: Rows of the pool.
-          now: Monotonic seconds.
-        """
+        """Grant a lease whose envs are built, with the blocks and rows of its pool."""
         record = self.leases[session_id]
         if record.state is not LeaseState.BUILDING:
             return []
