@@ -60,9 +60,7 @@ class Absence:
     def mark_late(self, positions: Set[int]) -> None:
         """Record that no caller waits for the steps of the given blocks any more."""
         self.late_steps |= positions
-        self.awaited_late_steps -= positions
-        self.padded -= positions
-        self._restart_timers(positions)
+        self.release(positions)
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
         """Record that a caller waits for the late steps of the given blocks.
@@ -150,10 +148,7 @@ class Absence:
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
-        self._restart_timers(positions)
-
-    def _restart_timers(self, positions: Set[int]) -> None:
-        """Let `padding_after` count from zero at the next absence of these blocks."""
+        # At their next absence, `padding_after` counts from zero.
         for position in positions & self.absent_since.keys():
             del self.absent_since[position]
 

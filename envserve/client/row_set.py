@@ -259,13 +259,11 @@ class RowSetCache:
         Returns:
           The rows of each key, int64 `[n]`, in ascending order of the keys.
         """
-        keys = [key(block) for block in self._blocks]
-        return tuple(
-            self.for_blocks(
-                [index for index, other in enumerate(keys) if other == value]
-            ).env_indices
-            for value in sorted({*keys})
-        )
+        positions: dict[int, list[int]] = {}
+        for block in self._blocks:
+            positions.setdefault(key(block), []).append(block.position)
+        groups = [positions[value] for value in sorted(positions)]
+        return tuple([self.for_blocks(group).env_indices for group in groups])
 
     def select_in_flight(
         self,
