@@ -64,15 +64,10 @@ def local_settings(
     options: LocalOptions,
     function: Callable[..., Any],
 ) -> PoolSettings:
-    """Return the settings of a pool.
+    """Return the settings of a pool, from the arguments of `BatchEnv.local`.
 
-    Args:
-      env_name: See `BatchEnv.local`.
-      num_envs: See `BatchEnv.local`.
-      num_workers: See `BatchEnv.local`.
-      options: See `BatchEnv.local`.
-      function: The public function that received the options. If an option is unknown,
-        the error suggests the nearest parameter of this function.
+    If an option is unknown, the error suggests the nearest parameter of `function`, the
+    public function that received the options.
 
     Raises:
       TypeError, UnknownEnv, ValueError, WrapperError: See `BatchEnv.local`.
@@ -228,12 +223,10 @@ def start_remote(
                 missing.append(index)
                 if count - len(missing) < min_ready:
                     raise
-                first, *_, last = (lane.name, *str(error).splitlines())
-                text = last.removeprefix(f"{first}: ")  # omits the worker's traceback
+                last = str(error).splitlines()[-1]  # after the worker's traceback
+                text = f"{lane.name}: {last.removeprefix(f'{lane.name}: ')}"
                 _LOGGER.warning(
-                    "%s: %s; its rows are padding until a server is ready",
-                    first,
-                    text,
+                    "%s; its rows are padding until a server is ready", text
                 )
         ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)

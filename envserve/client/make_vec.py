@@ -339,17 +339,8 @@ def make_batch(
 
     The defaults differ from those of `BatchEnv`: steps wait for absent envs, return the
     infos of all rows and do not check for NaN and infinity, and envs are seeded only if
-    a root seed is given.
-
-    Args:
-      env: See `make_vec`.
-      num_envs: See `make_vec`.
-      addresses: See `make_vec`.
-      fixed: Options that the user must not set, with their values.
-      expected: The expected value, for the error message about such an option.
-      num_workers: See `make_vec`.
-      render_mode: See `make_vec`.
-      **options: See `make_vec`.
+    a root seed is given. The user must not set the options in `fixed`; the error about
+    such an option names the `expected` value.
 
     Raises:
       TypeError: The user has set one of the `fixed` options.

@@ -132,7 +132,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self.render_mode = attribute_of(batch, "render_mode")
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
-        self._is_encoded = batch.spec.has_encoded_observations
         self._reused: StepResult | None = None
         self._latest: StepResult | None = None
         self._observation: Any = None
@@ -363,8 +362,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             # Only observation arrays are reused: the other arrays are small, and
             # trainers keep them. Two results alternate, because an episode that a fault
             # ends needs the observations of the previous step.
-            reusable = None if self._is_encoded else result
-            self._reused, self._latest = self._latest, reusable
+            is_encoded = self._batch.spec.has_encoded_observations
+            self._reused, self._latest = self._latest, None if is_encoded else result
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
