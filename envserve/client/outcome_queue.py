@@ -56,7 +56,7 @@ class OutcomeQueue:
           LocalProtocolError: Nothing is in flight.
         """
         self.is_updating = True
-        lane, has_outcomes = self._only_lane, True
+        lane = self._only_lane
         try:
             if lane is None:
                 has_outcomes = self._collect_from_all(

@@ -105,9 +105,8 @@ class Placement:
         self.targets.pop(lane, None)
         found = self._best_server(lane, now)
         is_vacant = self.locations[lane] == NO_ADDRESS
-        self._searching.setdefault(lane, now)
-        if found is None:
-            self._searching[lane] = now
+        since = now if found is None else self._searching.get(lane, now)
+        self._searching[lane] = since
         lost = {at for at in self._searching if self.locations[at] != NO_ADDRESS}
         if len(lost) > 1:
             self._lost_together |= lost
@@ -117,7 +116,7 @@ class Placement:
         is_together = lane in self._lost_together
         if may_recover or num_lanes > 0:
             must_wait = (is_together or is_vacant) and not is_urgent
-            if must_wait and now < self._searching[lane] + SHARE_SECONDS:
+            if must_wait and now < since + SHARE_SECONDS:
                 return None
         if may_recover or is_ungranted:
             self._avoid(self.locations[lane], now)
