@@ -237,11 +237,7 @@ class LaneGroup:
     def finish_reset(
         self, positions: Set[int], deadline: float
     ) -> dict[int, Mapping[str, Any]]:
-        """Wait for a reset that `start_reset` has started.
-
-        Args:
-          positions: Positions of the blocks, as returned by `start_reset`.
-          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
+        """Wait for a reset of the blocks that `start_reset` has returned.
 
         Returns:
           A dict from rows to info dicts, for the rows that have one.

@@ -157,9 +157,7 @@ class RowSet:
     ) -> None:
         """Make the set of all rows of `blocks`, which are sorted by position.
 
-        Args:
-          blocks: The blocks.
-          lane_part: Function that combines blocks of one lane.
+        The function `lane_part` combines blocks of one lane.
         """
         self.blocks = tuple(blocks)
         self.positions = frozenset([block.position for block in blocks])

@@ -134,12 +134,8 @@ def gather_result(
 ) -> StepResult:
     """Copy the rows of the lanes into a result of `len(row_set)` rows.
 
-    Args:
-      spec: Spaces of the envs.
-      row_set: The rows to copy.
-      infos: Infos of the result.
-      out: A result whose arrays are overwritten, checked by `check_out`; None
-        allocates new arrays.
+    The arrays of `out`, which `check_out` has checked, are overwritten. If it is None,
+    new arrays are allocated.
     """
     if out is not None or len(row_set.lane_parts) > 1:
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)

@@ -102,13 +102,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     def __init__(
         self, batch: BatchEnv, *, copy: bool = True, observation_mode: Any = "same"
     ) -> None:
-        """Wrap a batch, and take ownership of it.
-
-        Args:
-          batch: A batch made with `infos="all"`.
-          copy: See `make_vec`.
-          observation_mode: See `make_vec`.
-        """
+        """Wrap a batch made with `infos="all"`, and take ownership; see `make_vec`."""
         super().__init__()
         # Closes the batch if this object is garbage-collected without being closed.
         self._finalizer = weakref.finalize(self, batch.close)

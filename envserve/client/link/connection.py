@@ -306,12 +306,9 @@ class Connection:
     def move(
         self, address: str, keys: CurveKeys | None, detach_frames: list[Buffer]
     ) -> None:
-        """Connect to another server; ignore later messages from the previous one.
+        """Connect to another server, after sending `detach_frames` to the previous one.
 
-        Args:
-          address: Address of the new server.
-          keys: As for the constructor.
-          detach_frames: DETACH for the previous server.
+        Later messages from the previous server are ignored.
         """
         self.keys = keys
         if not self._socket.closed:  # an interrupted move may have closed it
@@ -339,8 +336,7 @@ class Connection:
     def exceeds_limit(self, is_connected: bool) -> bool:
         """Return whether an unfinished message is larger than the protocol allows.
 
-        Args:
-          is_connected: Whether a peer is connected, as the last `poll` returned.
+        `is_connected` is part of the result of the last `poll`.
         """
         limit = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._byte_counter.count(is_connected) > limit

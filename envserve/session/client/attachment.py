@@ -478,9 +478,7 @@ class Attachment:
     def start_vacant(self, like: Lane, now: float) -> None:
         """Start without a server; all envs count as lost.
 
-        Args:
-          like: Lane with the expected spaces and number of blocks per split.
-          now: Monotonic seconds.
+        The spaces and the number of blocks per split are those of the lane `like`.
         """
         per_split = sum(block.split == 0 for block in like.blocks)
         blocks = make_blocks(self.attach.num_envs, per_split, self.attach.num_splits)
@@ -509,12 +507,7 @@ class Attachment:
         """Change to another server, under a new session number.
 
         The caller sends DETACH to the previous server, which may still hold the lease.
-
-        Args:
-          address: Address of the other server.
-          now: Monotonic seconds.
-          reason: Reason for the change; by default, that the previous server is
-            unresponsive.
+        The default reason is that the previous server is unresponsive.
         """
         _LOGGER.warning(
             "%s: requesting envs to replace those of %s", address, self.address

@@ -82,15 +82,7 @@ class ClientBlocks:
         liveness: Liveness,
         autoreset: Autoreset = "same_step",
     ) -> None:
-        """Start with all blocks idle.
-
-        Args:
-          address: Address of the server, for messages.
-          spec: Spaces of every env.
-          blocks: The granted blocks.
-          liveness: Liveness of the server; it determines which blocks are absent.
-          autoreset: Autoreset mode that was requested from the server.
-        """
+        """Start with all blocks idle; the server uses the given autoreset mode."""
         self.spec = spec
         self.blocks = blocks
         self.rows = Rows.allocate(spec, blocks[-1].stop)

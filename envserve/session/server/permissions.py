@@ -101,13 +101,10 @@ def _matches(rule: str, value: Any) -> bool:
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Rejection unless clients may access an attribute of an env.
+    """Raise Rejection unless clients may get, set or call an attribute of an env.
 
-    Args:
-      host: Settings of the server, restricted to the client's key.
-      kind: Kind of access: "get", "set" or "call".
-      name: Name of the attribute.
-      env_index: Row of the env, for the error.
+    `host` contains the server's settings, restricted to the client's key. The error
+    names the row `env_index`.
     """
     is_exposed = f"{kind}:{name}" in _expand_kinds(host.exposed)
     if _ATTRIBUTE_NAME.fullmatch(name) and (

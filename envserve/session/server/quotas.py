@@ -84,12 +84,7 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(limits, grant, strict=True)))
 
     def _source_of(self, unit: str, limit: int) -> str:
-        """Return the name of the setting that defines a limit, for an error message.
-
-        Args:
-          unit: Name of a field of `Usage`.
-          limit: The user's limit for this field.
-        """
+        """Return the name of the setting that defines the limit of a `Usage` field."""
         if getattr(self.grant, f"max_{unit}", None) == limit:
             return f"max-{unit}= of {self.user} in the server's clients file"
         return f"{_option_of(unit)} of `envserve start`"
