@@ -198,10 +198,9 @@ def copy_observation_to_final(rows: Rows, index: slice) -> None:
     for final, observation in zip(
         rows.final_observation, rows.observation, strict=True
     ):
-        if observation.dtype.kind == "f":
-            observation[index] = np.where(
-                np.isfinite(observation[index]), observation[index], 0
-            )
+        values = observation[index]
+        if values.dtype.kind == "f":
+            observation[index] = np.where(np.isfinite(values), values, 0)
         final[index] = observation[index]
 
 

@@ -523,12 +523,10 @@ class BatchEnv:
             finals = _concatenate([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
                 leaf[~is_current] = final[~is_current]
-        observation = unflatten(
-            self.spec.observation_space, [leaf[indices] for leaf in leaves]
-        )
-        is_complete = is_current & (
-            np.concatenate([rows.status for rows in lane_rows]) == OK
-        )
+        leaves = [leaf[indices] for leaf in leaves]
+        observation = unflatten(self.spec.observation_space, leaves)
+        status = np.concatenate([rows.status for rows in lane_rows])
+        is_complete = is_current & (status == OK)
         return decode_observation(
             self.spec,
             indices,

@@ -185,9 +185,8 @@ def decode_result(
     )
     ended = result.terminated | result.truncated
     last = decode(result.final_observation, ended=ended)
-    return result._replace(
-        observation=decode(result.observation), final_observation=last
-    )
+    observation = decode(result.observation)
+    return result._replace(observation=observation, final_observation=last)
 
 
 def _write_to(

@@ -365,15 +365,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
-        if not self._is_same_step and not _all(result.valid):
-            observation = with_last_observation(
-                self.single_observation_space, result, self._observation
-            )
-            result = result._replace(observation=observation)
-        self._observation = result.observation
         if not _all(result.valid):
+            if not self._is_same_step:
+                observation = with_last_observation(
+                    self.single_observation_space, result, self._observation
+                )
+                result = result._replace(observation=observation)
             infos["valid"] = result.valid
             infos["_valid"] = np.ones(self.num_envs, np.bool_)
+        self._observation = result.observation
         return result[0], result.reward, result.terminated, result.truncated, infos
 
     def _infos(self, result: StepResult) -> dict[str, Any]:

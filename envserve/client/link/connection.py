@@ -322,10 +322,9 @@ class Connection:
 
     def is_previous_connected(self) -> bool:
         """Return whether the socket from before the last `renew` is connected."""
-        previous = self._previous
-        return previous is not None and bool(
-            int(previous.getsockopt(zmq.EVENTS)) & _POLLOUT
-        )
+        if self._previous is None:
+            return False
+        return bool(int(self._previous.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
     def close_previous(self) -> None:
         """Close the socket from before the last `renew`."""

@@ -126,10 +126,8 @@ class Placement:
 
     def _avoid(self, address: str, now: float) -> None:
         if now >= self._avoided_until.get(address, now):
-            seconds = AVOID_SECONDS * 2 ** min(
-                self._num_avoided[address], _MAX_DOUBLINGS
-            )
-            self._avoided_until[address] = now + seconds
+            num_doublings = min(self._num_avoided[address], _MAX_DOUBLINGS)
+            self._avoided_until[address] = now + AVOID_SECONDS * 2**num_doublings
             self._num_avoided[address] += 1
 
     def spread(self, now: float) -> None:

@@ -248,10 +248,9 @@ def query_servers(
 
     def query(address: str) -> None:
         try:
-            welcome = request_welcome(
+            found.welcomes[address] = request_welcome(
                 address, timeout_seconds, insecure=insecure, context=context
             )
-            found.welcomes[address] = welcome
         except EnvserveError as error:
             text = str(error).removeprefix(f"{address}: ")
             found.errors[address.removeprefix("tcp://")] = text

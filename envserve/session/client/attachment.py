@@ -259,9 +259,8 @@ class Attachment:
     @property
     def is_recovering(self) -> bool:
         """Whether the lease is lost and no new one has been granted yet."""
-        return (
-            self.lost_lease is not None and self.machine.state is not ClientState.READY
-        )
+        is_ready = self.machine.state is ClientState.READY
+        return self.lost_lease is not None and not is_ready
 
     def lose_lease(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
@@ -315,10 +314,8 @@ class Attachment:
             self._requests.change_session()
             self.send_hello(now)
         else:
-            error = ServerLost(
-                f"{self.address}: the server was restarted, so its envs are gone"
-            )
-            self.lose_lease(error, now, may_hold_lease=False)
+            text = f"{self.address}: the server was restarted, so its envs are gone"
+            self.lose_lease(ServerLost(text), now, may_hold_lease=False)
 
     def retry(self, now: float) -> None:
         """Send HELLO or ATTACH again if a retry is due."""

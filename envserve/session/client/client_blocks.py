@@ -177,9 +177,8 @@ class ClientBlocks:
             self._lost_at_end.discard(reset.block)
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
         others = tuple([reset for reset in resets if reset.block not in self.lost])
-        size = (
-            MAX_ARGUMENT_BLOCKS if any(r.options for r in resets) else len(self.blocks)
-        )
+        has_options = any(r.options for r in resets)
+        size = MAX_ARGUMENT_BLOCKS if has_options else len(self.blocks)
         starts = range(0, len(others), size)
         return requests + [self._reset(others[at : at + size]) for at in starts]
 
@@ -280,11 +279,10 @@ class ClientBlocks:
             del self.in_flight[block]
             self.ended.add(block)
             if not reported and not self.lost and request.part is not None:
-                outcomes.append(self._plain_outcomes[block])  # the usual case
+                outcome = self._plain_outcomes[block]  # the usual case
             else:
-                outcomes.append(
-                    self._outcome(block, request, message, reported.get(block))
-                )
+                outcome = self._outcome(block, request, message, reported.get(block))
+            outcomes.append(outcome)
         answered = None if request.part is None else request
         self._replies.append((outcomes, answered, message.body, message.payload))
         if self.absent or self._reported_absent:

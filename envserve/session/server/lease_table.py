@@ -292,9 +292,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             settings = record.settings
             if settings.max_row_mib is not None:
                 used = sum(r.row_mib for r in self.values() if r.user == record.user)
-                settings = replace(
-                    settings, max_row_mib=max(0, settings.max_row_mib - used)
-                )
+                remaining = max(0, settings.max_row_mib - used)
+                settings = replace(settings, max_row_mib=remaining)
             # If row memory is limited, build the envs of only one lease per user at a
             # time, because the size of the rows is not known before the build.
             max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
@@ -446,10 +445,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             if record.user in users and record.reason != reason:  # not notified yet
                 # Notify the client now, because its connection will be closed before
                 # the workers have exited.
-                decisions.append(
-                    self._reply_builder.session_ended(record.request, reason)
-                )
-                decisions += self.close(record, reason)
+                reply = self._reply_builder.session_ended(record.request, reason)
+                decisions += [reply, *self.close(record, reason)]
                 self.unnotified.discard(record.session)
                 _LOGGER.warning("%s, ended: its key was removed or has expired", record)
         return decisions

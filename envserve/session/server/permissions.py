@@ -106,10 +106,9 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     `host` contains the server's settings, restricted to the client's key. The error
     names the row `env_index`.
     """
-    is_exposed = f"{kind}:{name}" in _expand_kinds(host.exposed)
-    if _ATTRIBUTE_NAME.fullmatch(name) and (
-        is_exposed or kind in _ALWAYS_EXPOSED.get(name, ())
-    ):
+    is_exposed = kind in _ALWAYS_EXPOSED.get(name, ())
+    is_exposed |= f"{kind}:{name}" in _expand_kinds(host.exposed)
+    if is_exposed and _ATTRIBUTE_NAME.fullmatch(name):
         return
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
     raise Rejection(

@@ -170,16 +170,11 @@ class ServerProtocol:
         self, request: Message, error: Rejection | RemoteProtocolError, now: float
     ) -> list[Decision]:
         """Reply to a rejected or malformed request with an ERROR."""
+        builder = self._reply_builder
         if isinstance(error, RemoteProtocolError):
-            return [
-                self._reply_builder.rejection(
-                    request, ErrorCode.BAD_MESSAGE, str(error)
-                )
-            ]
-        return [
-            self.leases.audit_rejection(error, request.peer[-1], now),
-            self._reply_builder.error(request, error.body),
-        ]
+            return [builder.rejection(request, ErrorCode.BAD_MESSAGE, str(error))]
+        audit = self.leases.audit_rejection(error, request.peer[-1], now)
+        return [audit, builder.error(request, error.body)]
 
     def reply(
         self, request: Message, body: bytes = b"", payload: bytes = b""
@@ -297,9 +292,8 @@ class ServerProtocol:
         if due_at >= now + 1.0:
             return []
         frame_request = FrameRequest.decode(request.body)
-        self._next_frame_due[user] = due_at + (
-            _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
-        )
+        seconds = _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
+        self._next_frame_due[user] = due_at + seconds
         for record in self.leases.visible_to(user):
             if record.number == frame_request.lease:
                 return [ReplyFrame(request, record.session, frame_request)]
@@ -476,9 +470,8 @@ class ServerProtocol:
                     epoch=record.number,
                     peer=record.request.peer,
                 )
-                decisions.append(
-                    self._reply_builder.reply(header, MessageType.DRAIN, body)
-                )
+                reply = self._reply_builder.reply(header, MessageType.DRAIN, body)
+                decisions.append(reply)
         if count := len(self.leases):
             _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
         return decisions
