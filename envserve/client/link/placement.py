@@ -48,10 +48,9 @@ class Placement:
         self._searching: dict[object, float] = {}
         #: Lanes that have lost their servers at the same time as another lane.
         self._lost_together: set[object] = set()
+        #: Time until which each server is excluded. Lanes with a server do not move to
+        #: these servers even after that time.
         self._excluded_until: dict[str, float] = {}
-        #: Servers that have been excluded at any time. Lanes that have a server do not
-        #: move there.
-        self._ever_excluded: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
         #: First server of each lane. `spread` does not move a lane away from this
@@ -67,7 +66,6 @@ class Placement:
     def exclude(self, lane: object, now: float) -> None:
         """Exclude a lane's server for a minute, and leave the lane without a server."""
         self._excluded_until[self.locations[lane]] = now + EXCLUDE_SECONDS
-        self._ever_excluded.add(self.locations[lane])
         self.locations[lane] = NO_ADDRESS
 
     def end_search(self, lane: object) -> None:
@@ -137,7 +135,7 @@ class Placement:
         self._next_spread_at = now + SPREAD_SECONDS
         avoided = [at for at, until in self._avoided_until.items() if now < until]
         counts = self.num_lanes()
-        excluded = self._ever_excluded.union(self.targets.values(), avoided)
+        excluded = {*self._excluded_until, *self.targets.values(), *avoided}
         for lane in sorted(
             self.locations, key=lambda each: -counts[self.locations[each]]
         ):
