@@ -234,10 +234,8 @@ def _expand(
         env = options.pop(name, None) if env is None else env
     # An option that only `make_vec` has is not an argument of the env: if `make` was
     # called, `make_batch` rejects the option.
-    names = [
-        name for called in (make_vec, function) for name in signature(called).parameters
-    ]
-    known = {*names, *Options.__annotations__} - {"options"}
+    parameters = (*signature(make_vec).parameters, *signature(function).parameters)
+    known = {*parameters, *Options.__annotations__} - {"options"}
     if isinstance(env, EnvSpec):
         has_options = env.entry_point == "envserve:make" or str(
             env.vector_entry_point

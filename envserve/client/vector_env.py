@@ -166,9 +166,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     ) -> None:
         """Start a reset without waiting; `reset_wait` returns its result."""
         self._check_idle("reset_async")
-        first = int(seed) if isinstance(seed, int | np.integer) else None
-        if first is not None:
-            seed = range(first, first + self.num_envs)
+        if isinstance(seed, int | np.integer):
+            seed = range(int(seed), int(seed) + self.num_envs)
         if seed is not None and (
             not isinstance(seed, Sequence | np.ndarray) or len(seed) != self.num_envs
         ):
@@ -181,8 +180,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         rows = np.arange(self.num_envs)
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
-            others = {key: options[key] for key in options if key != "reset_mask"}
-            options = others
+            options = {key: options[key] for key in options if key != "reset_mask"}
         seeds = None if seed is None else [seed[row] for row in rows.tolist()]
         is_whole = len(rows) == self.num_envs
         self._batch.send_reset(None if is_whole else rows, seeds, options=options)
