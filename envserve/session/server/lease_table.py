@@ -261,9 +261,15 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         client = self._client_names[user].get(number, "unnamed")
         if user:
             client = f"{user} ({client})"
+        usage = Usage.requested_by(attach, quota.settings)
         try:
             self._check_allowed(quota, attach)
-            self._check_capacity(quota, attach, client, now)
+            # A key's limit may be lower than the server's. Waiting cannot help then.
+            max_grantable = min(self._settings.total_envs, usage.envs)
+            if usage.envs > self.num_free_envs and quota.limits.envs >= max_grantable:
+                raise self._busy_rejection(attach, user, client, now)
+            quota.check_usage(usage, self._usages())
+            self._quotas.count_attach(quota, now)
         except Rejection as rejection:
             rejection.requested = attach.env_name, attach.num_envs
             raise
@@ -273,7 +279,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             session=session,
             number=self._num_leases,
             settings=quota.settings,
-            usage=Usage.requested_by(attach, quota.settings),
+            usage=usage,
             attach=attach,
             attach_body=message.body,
             request=message,
@@ -331,24 +337,16 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         except WrapperError as error:
             raise Rejection(ErrorCode.BAD_WRAPPER, str(error)) from None
 
-    def _check_capacity(
-        self, quota: Quota, attach: Attach, client: str, now: float
-    ) -> None:
-        """Raise Rejection if too few envs are free, or the user's quota is used up.
+    def _busy_rejection(
+        self, attach: Attach, user: str, client: str, now: float
+    ) -> Rejection:
+        """Return the rejection of an ATTACH that requests more envs than are free.
 
-        About the leases of other users, the error states only the total number of envs.
+        About the leases of other users, it states only the total number of envs.
         """
         free = self.num_free_envs
-        # A key's limit may be lower than the server's. Waiting cannot help then.
-        max_grantable = min(self._settings.total_envs, attach.num_hosted)
-        if attach.num_hosted <= free or quota.limits.envs < max_grantable:
-            requested = Usage.requested_by(attach, quota.settings)
-            quota.check_usage(requested, self._usages())
-            self._quotas.count_attach(quota, now)
-            return
         spares = ", half of them spares" if attach.spare_envs else ""
         largest_first = sorted(self.values(), key=lambda r: -r.attach.num_hosted)
-        user = quota.user
         visible = [
             r for r in largest_first if r.user == user and (user or r.client == client)
         ]
@@ -364,7 +362,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if visible and largest_first[0] is visible[0]:
             holder = visible[0].client
             held_ms = int(1000 * (now - visible[0].attached_at))
-        raise Rejection(
+        return Rejection(
             ErrorCode.ENVS_BUSY,
             f"{counted(attach.num_hosted, 'env')} requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
