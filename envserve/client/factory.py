@@ -31,12 +31,7 @@ from envserve.errors import (
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.session.client.liveness import Timeouts
-from envserve.settings import (
-    EnvOptions,
-    EnvRequest,
-    LocalOptions,
-    PoolSettings,
-)
+from envserve.settings import EnvOptions, EnvRequest, LocalOptions, PoolSettings
 from envserve.text import nearest_name
 from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
@@ -119,9 +114,7 @@ def _check_env_fns(
 
 
 def start_pool(
-    settings: PoolSettings,
-    timeout_seconds: float,
-    make: Callable[..., Batch],
+    settings: PoolSettings, timeout_seconds: float, make: Callable[..., Batch]
 ) -> Batch:
     """Start a pool and return its batch; close the pool if an error occurs."""
     with contextlib.ExitStack() as stack:
@@ -134,10 +127,7 @@ def start_pool(
 
 
 def remote_request(
-    env_name: EnvLike,
-    num_envs: int,
-    options: EnvOptions,
-    function: Callable[..., Any],
+    env_name: EnvLike, num_envs: int, options: EnvOptions, function: Callable[..., Any]
 ) -> EnvRequest:
     """Return the request for all envs of a batch; see `local_settings`."""
     settings = _checked_settings(options, EnvOptions, function)

@@ -297,10 +297,7 @@ def _allocate(spec: EnvSpec, num_rows: int) -> StepResult:
 
 
 def add_infos(
-    infos: RowInfos,
-    outcome: Outcome,
-    block: BatchBlock,
-    raises_faults: bool,
+    infos: RowInfos, outcome: Outcome, block: BatchBlock, raises_faults: bool
 ) -> EnvserveError | None:
     """Add the infos and faults of a block's step to `infos`; its keys are env indices.
 

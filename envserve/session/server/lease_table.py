@@ -36,12 +36,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, counted, one_line
 from envserve.wire.bodies import Attach, Granted
-from envserve.wire.constants import (
-    MAX_ENTRIES,
-    MAX_NAMES,
-    MAX_RESULT_BYTES,
-    ErrorCode,
-)
+from envserve.wire.constants import MAX_ENTRIES, MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
 from envserve.wire.error_body import ErrorBody
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message
