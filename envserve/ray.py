@@ -157,8 +157,7 @@ class _Server:
     def _forward_output(self) -> str:
         """Forward the server's output to Ray's log until it is ready or exits.
 
-        Returns:
-          The server's address; "" if it has exited.
+        Return the server's address; "" if it has exited.
         """
         for line in self._process.stdout or ():
             print(line, end="", file=sys.stderr, flush=True)

@@ -260,10 +260,8 @@ def _checked_settings(
 ) -> dict[str, Any]:
     """Convert options to arguments of `PoolSettings` or `EnvRequest`.
 
-    Without the option `seed`, draw a random root seed.
-
-    Raises:
-      TypeError: An option is not in `known`, a TypedDict of options.
+    Without the option `seed`, draw a random root seed. Raise TypeError for an option
+    that is not in `known`, a TypedDict of options.
     """
     accepted = [*signature(function).parameters, *known.__annotations__]
     local = *LocalOptions.__annotations__, "num_workers"

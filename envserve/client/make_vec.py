@@ -292,12 +292,7 @@ def _autoreset_of(mode: object) -> Autoreset:
 
 
 def _apply_gymnasium_options(settings: dict[str, Any]) -> None:
-    """Replace the options of Gymnasium's vector envs with those of envserve.
-
-    Raises:
-      TypeError: An option has no counterpart.
-      ValueError: The vectorization mode is unknown.
-    """
+    """Replace the options of Gymnasium's vector envs with those of envserve."""
     if (mode := settings.pop("vectorization_mode")) is not None:
         if mode not in [*VectorizeMode, *(member.value for member in VectorizeMode)]:
             raise ValueError(

@@ -71,11 +71,7 @@ def decode_values(
 
 
 def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
-    """Return an encoded body, after checking its size and number of values.
-
-    Raises:
-      CodecError: The peer would reject the body, because a limit is exceeded.
-    """
+    """Return an encoded body; raise CodecError if it exceeds a limit of the peer."""
     if len(body) > max_bytes:
         raise codec.CodecError(
             f"{part}: expected at most {max_bytes} bytes in the encoded body; "

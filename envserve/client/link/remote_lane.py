@@ -444,9 +444,7 @@ class RemoteLane:
     def _attach(self) -> bool:
         """Advance the attachment to the server; then start the keep-alive thread.
 
-        Returns:
-          False while the lane is still attaching; True if it is attached, has failed or
-          is closing.
+        Return whether the lane is attached, has failed or is closing.
         """
         try:
             with self._lock:
@@ -465,11 +463,7 @@ class RemoteLane:
         return True
 
     def _maintain(self) -> float:
-        """Run the session if the lane is idle.
-
-        Returns:
-          Seconds after which the keep-alive thread must call this again.
-        """
+        """Run the session if the lane is idle; return the seconds to the next call."""
         if self._lock.acquire(blocking=False):
             try:
                 # Do nothing after an interrupted update, or once the lane is released.

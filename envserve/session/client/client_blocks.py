@@ -451,11 +451,7 @@ class ClientBlocks:
         body: Buffer,
         payload: Buffer,
     ) -> None:
-        """Write the rows of a reply to a step or reset.
-
-        Raises:
-          RemoteProtocolError: The reply does not fit the blocks.
-        """
+        """Write the rows of a reply; raise RemoteProtocolError if they do not fit."""
         part, first = request.part, outcomes[0]
         if part is None or len(outcomes) < len(request.entries):
             part = self._parts[tuple([outcome.block for outcome in outcomes])]

@@ -278,11 +278,6 @@ class ServerProtocol:
         including the operator of the server, can observe all leases. If a user sends
         too many FRAME requests, return an empty list; the client then resends its
         request.
-
-        Raises:
-          Rejection: The key is no longer valid, or the lease is not visible to the
-            user.
-          RemoteProtocolError: The message is malformed.
         """
         user = request.peer[-1]
         self.quotas.of(user)  # raises unless the key is still valid
