@@ -208,15 +208,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start a reset of the given rows.
-
-        Args:
-          env_indices: Rows of the batch.
-          seeds: One seed or None per row; None for no seeds.
-          options: See `lane.Reset`.
-
-        Returns:
-          Positions of the blocks, for `finish_reset`.
+        """Start a reset of the given rows; return the positions of their blocks.
 
         Raises:
           ServerLost: Every lane has given up; nothing was started.

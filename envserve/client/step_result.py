@@ -221,11 +221,8 @@ def final_observations(
 ) -> dict[int, Any]:
     """Return the final observation of each row whose episode has ended, by row.
 
-    Args:
-      space: Observation space of one env.
-      step: Result of the step.
-      previous: Observations before the step, which replace the final observations of
-        episodes that a fault has ended.
+    The `previous` observations, from before the step, replace the final observations of
+    episodes that a fault has ended.
     """
     final = dict[int, Any]()
     ended = step.terminated | step.truncated
@@ -238,10 +235,7 @@ def final_observations(
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
     """Return the observations of a step; after a fault, those before the step.
 
-    Args:
-      space: Observation space of one env.
-      step: Result of the step, whose observations may be overwritten.
-      previous: Observations before the step.
+    The observations of the step may be overwritten.
     """
     pairs = zip(flatten(space, step.observation), flatten(space, previous), strict=True)
     leaves = []

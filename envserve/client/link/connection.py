@@ -155,14 +155,10 @@ class Connection:
         insecure: bool = False,
         context: SharedContext | None = None,
     ) -> None:
-        """Start to connect.
+        """Start to connect, unless the address is `NO_ADDRESS`.
 
-        Args:
-          address: Address of the server, or `NO_ADDRESS`.
-          keys: The server's public key and the client's key pair; by default those in
-            this user's key directory.
-          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
-          context: ZeroMQ context to share with other connections; by default a new one.
+        By default, the keys are those in this user's key directory, and the context is
+        a new one.
 
         Raises:
           ConnectError: The address is malformed, the server's key is unknown, or there

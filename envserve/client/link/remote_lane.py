@@ -95,15 +95,9 @@ class RemoteLane:
     ) -> None:
         """Start to attach to the server; `finish_start` waits for it.
 
-        Args:
-          address: Address of the server, like "tcp://sim1:5555" or "ipc:///run/envs".
-          request: The requested envs.
-          timeouts: Timeouts of the session; None for the defaults.
-          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
-          context: ZeroMQ context that the lanes of a batch share.
-          server_pool: Servers that can replace this one.
-          like: If there is no server yet, a lane of the same batch. Its spaces and
-            blocks are used until a server is found.
+        The servers in `server_pool` can replace this one. If there is no server yet,
+        `like` is a lane of the same batch, whose spaces and blocks are used until a
+        server is found.
 
         Raises:
           EnvserveError: The connection or the request is invalid; see `Connection` and

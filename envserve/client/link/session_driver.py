@@ -277,11 +277,8 @@ class SessionDriver:
         """Move to the lane's target if, since `begin_move`, each env ended an episode.
 
         After 30 s, move in any case. Call this method before each step, while the rows
-        still contain the results of the previous step.
-
-        Args:
-          successor: Session with the target; it already holds a lease of the same envs.
-          now: Monotonic seconds.
+        still contain the results of the previous step. The session `successor` already
+        holds a lease of the same envs on the target.
         """
         server_pool, attachment = self.server_pool, self.session.attachment
         client_blocks = self.session.client_blocks

@@ -321,10 +321,7 @@ class ClientBlocks:
     ) -> None:
         """End a request with an error for all its blocks that have no reply yet.
 
-        Args:
-          request: The request.
-          error: The error that the caller of the operation gets.
-          uses_seq: Whether the request has used up the seqs of its blocks.
+        With `uses_seq`, the request has used up the seqs of its blocks.
         """
         for block, seq in request.entries:
             if block not in request.answered_blocks:
@@ -363,10 +360,8 @@ class ClientBlocks:
         """Mark all envs as lost, and replace the requests that are in flight.
 
         Steps and resets become RESET requests for the next lease. Calls that were sent
-        fail, because the envs may have executed them.
-
-        Args:
-          error: Error with which lost calls fail; the infos of lost rows show its text.
+        fail with the error, because the envs may have executed them. The infos of lost
+        rows show the error's text.
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()

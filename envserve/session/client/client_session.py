@@ -76,14 +76,9 @@ class ClientSession:
     ) -> None:
         """Start in state CONNECTING.
 
-        Args:
-          address: Address of the server, for messages.
-          attach: Arguments of the ATTACH.
-          timeouts: Time and memory limits.
-          session: Number of the first session, random in [1, 2**64); the numbers of
-            later sessions are derived from it.
-          now: Monotonic seconds, as in all methods.
-          client_name: Name of the client in the server's log.
+        The number of the first session is random in [1, 2**64); the numbers of later
+        sessions are derived from it. Here and in all methods, `now` is in monotonic
+        seconds. The server's log contains `client_name`.
         """
         self.num_late_messages = 0
         self.requests = requests = Requests(session, now)

@@ -266,13 +266,8 @@ class Requests:
     ) -> list[Request]:
         """Record which requests the server executes, and which ones it ignores.
 
-        Args:
-          number: Number of the PONG, which is that of its PING.
-          running: Indices of the blocks that the PONG lists as running.
-          now: Monotonic seconds.
-
-        Returns:
-          The requests whose blocks have become absent, or are no longer absent.
+        A PONG has the number of its PING, and lists the indices of the running blocks.
+        Return the requests whose blocks have become absent, or are no longer absent.
         """
         changed = []
         for request in self.unanswered.values():

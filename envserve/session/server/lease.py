@@ -122,10 +122,8 @@ class ResultCache:
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
         """Add the result of a block; discard the oldest results beyond the limit.
 
-        Args:
-          outcomes: Outcomes of the block's request, by block. If the result is
-            discarded later, the block's outcome is replaced with an error.
-          block: Index of the block.
+        If the result is discarded later, an error replaces the block's outcome in
+        `outcomes`, which are those of the block's request.
         """
         self._outcomes[block] = outcomes
         self.num_bytes += len(outcomes[block].result)
@@ -323,9 +321,7 @@ class Lease:
     ) -> list[Decision]:
         """Return the replies for operations that have ended or become absent.
 
-        Args:
-          outcomes: Outcomes of the operations that have ended.
-          absent: Indices of all blocks in flight whose envs are absent.
+        `absent` contains the indices of all blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
         states, answered = self._states, self.answered_blocks

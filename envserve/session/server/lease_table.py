@@ -411,9 +411,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
         """Start to close a lease; its client is notified when the workers have exited.
 
-        Args:
-          record: The lease; nothing happens if it is already CLOSING.
-          reason: Reason to send to the client; None after its DETACH.
+        Nothing happens if the lease is CLOSING. After a DETACH, `reason` is None.
         """
         if record.state is LeaseState.CLOSING:
             return []

@@ -103,11 +103,7 @@ class ServerProtocol:
     ) -> None:
         """Create the protocol state of a server that has no sessions yet.
 
-        Args:
-          settings: Settings of the server.
-          env_names: Names of the envs that clients can request.
-          boot: Random number in [1, 2**64).
-          grant_of: Function that returns the grant of a user's key; see `Quotas`.
+        `boot` is a random number in [1, 2**64). For `grant_of`, see `Quotas`.
         """
         self.boot = boot
         self.num_dropped_messages = 0
@@ -448,8 +444,7 @@ class ServerProtocol:
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
         """Stop granting leases; end each lease once all its envs have ended an episode.
 
-        Args:
-          grace_seconds: Seconds until the event loop calls `stop`; sent to the clients.
+        Notify the clients that the event loop will call `stop` in `grace_seconds`.
         """
         self.leases.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
@@ -474,9 +469,8 @@ class ServerProtocol:
     def stop(self, now: float, why: str = "") -> list[Decision]:
         """End all sessions before the server stops.
 
-        Args:
-          now: Monotonic seconds.
-          why: Reason for ending a drain early, sent to the clients; "" without a drain.
+        Send `why`, the reason for ending a drain early, to the clients; "" without a
+        drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
