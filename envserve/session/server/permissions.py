@@ -87,17 +87,17 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
 def _matches(rule: str, value: Any) -> bool:
     """Return whether a value matches a rule (without the name), like "int[0,9]"."""
     kind, _, bounds = rule.partition("[")
+    if isinstance(value, bool):  # although a bool is an int, it is no number here
+        return kind in ("", "bool", "any")
     if kind == "any":
-        return True
-    if isinstance(value, bool) and kind in ("", "bool"):
         return True
     if kind in ("", "int", "float"):
         types = int if kind == "int" else (int, float)
         low, high = (bounds[:-1] or "-inf,inf").split(",")
-        is_number = isinstance(value, types) and not isinstance(value, bool)
+        is_number = isinstance(value, types)
         return is_number and (not bounds or float(low) <= value <= float(high))
-    is_choice = isinstance(value, str | int) and not isinstance(value, bool)
-    return kind != "bool" and is_choice and str(value) in rule.split("|")
+    is_choice = kind != "bool" and isinstance(value, str | int)
+    return is_choice and str(value) in rule.split("|")
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
