@@ -526,13 +526,10 @@ class BatchEnv:
         leaves = [leaf[indices] for leaf in leaves]
         observation = unflatten(self.spec.observation_space, leaves)
         status = np.concatenate([rows.status for rows in lane_rows])
-        is_complete = is_current & (status == OK)
+        is_complete = (is_current & (status == OK))[indices]
+        host_of = self._group.blocks.host_of
         return decode_observation(
-            self.spec,
-            indices,
-            observation,
-            is_complete=is_complete[indices],
-            host_of=self._group.blocks.host_of,
+            self.spec, indices, observation, is_complete=is_complete, host_of=host_of
         )
 
     # Steps.
