@@ -248,11 +248,11 @@ class ProtocolMismatch(ProtocolError):
     """Client and server have no protocol version in common."""
 
 
-def raise_if_from_handler(error: OSError) -> None:
-    """Raise an error that a signal handler has raised, such as TimeoutError.
+def raise_if_from_handler(error: OSError | ValueError) -> None:
+    """Raise an OSError that a signal handler has raised, such as TimeoutError.
 
     The system call may have succeeded, so it must not be repeated. Errors of system
     calls have an error number.
     """
-    if error.errno is None:
+    if isinstance(error, OSError) and error.errno is None:
         raise error

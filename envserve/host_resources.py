@@ -23,8 +23,8 @@ def num_cores(root: Path = Path("/")) -> int:
 def _cgroup_cores(root: Path) -> int:
     """Return the number of cores that the cgroups (v1 or v2) of a container allow."""
     limit = 1 << 16
-    for numbers in cgroup_limits(root, "cpu", ("cfs_quota_us", "cfs_period_us")):
-        quota, period = numbers
+    names = "cfs_quota_us", "cfs_period_us"
+    for quota, period in cgroup_limits(root, "cpu", names):
         if quota > 0:
             limit = min(limit, -(-quota // period))
     return limit
@@ -46,12 +46,8 @@ def cgroup_limits(
             if controllers and controller not in controllers.split(","):
                 continue
             files = v1_names if controllers else ("max",)
-            group = (
-                root
-                / "sys/fs/cgroup"
-                / (controller if controllers else "")
-                / path.lstrip("/")
-            )
+            base = root / "sys/fs/cgroup" / (controller if controllers else "")
+            group = base / path.lstrip("/")
             for folder in (group, *group.parents):
                 with contextlib.suppress(OSError, ValueError):  # no limit is set
                     values = [

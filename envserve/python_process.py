@@ -1,7 +1,5 @@
 """Start Python processes quickly and safely; find this package's commit.
 
-`stop_signals` returns the signals that stop a process.
-
 With `-c` or `-m`, Python searches the working directory for modules first, so the child
 would run a file there that has the name of a module. `-P` prevents this; processes that
 envs start do not inherit this option.

@@ -65,7 +65,8 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
           AddressError: There is no Ray cluster, or `address` is malformed.
           ServerError: A server does not start, or Ray has no capacity for it.
         """
-        ray, custom = connect_to_cluster(), {"CPU": 1, **(resources or {})}
+        ray, needs = connect_to_cluster(), {"CPU": 1, **(resources or {})}
+        custom = {**needs}
         builtin = {"num_cpus": custom.pop("CPU"), "num_gpus": custom.pop("GPU", 0)}
         namespace, name = self._place = parse(address)
         self._actors: list[Any] = []
@@ -80,7 +81,6 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
             waiting = [actor.address.remote() for actor in self._actors]
             soon, num = min(_REPORT_SECONDS, start_timeout), len(waiting)
             if late := ray.wait(waiting, num_returns=num, timeout=soon)[1]:
-                needs = {"CPU": 1, **(resources or {})}
                 _LOGGER.warning(_late_text(ray, len(late), num, needs, soon))
             start_timeout -= soon if late else 0
             for found, output in ray.get(waiting, timeout=start_timeout):
@@ -126,17 +126,11 @@ class _Server:
 
         host = ray.util.get_node_ip_address()
         bind = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
+        command = ["envserve.__main__", "start", "--bind", bind, *options]
         # Started in the main thread, because the kernel signals the child when the
         # thread that started it exits, and the main thread lives as long as the actor.
         self._process = subprocess.Popen(
-            main_command(
-                "envserve.__main__",
-                "start",
-                "--bind",
-                bind,
-                *options,
-                ends_with_parent=True,
-            ),
+            main_command(*command, ends_with_parent=True),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -157,8 +151,7 @@ class _Server:
     def _forward_output(self) -> str:
         """Forward the server's output to Ray's log until it is ready or exits.
 
-        Returns:
-          The server's address; "" if it has exited.
+        Return the server's address; "" if it has exited.
         """
         for line in self._process.stdout or ():
             print(line, end="", file=sys.stderr, flush=True)

@@ -171,8 +171,7 @@ class BatchVecEnv(VecEnv):
           actions: Arrays `[n_envs, ...]`, nested like the action space, or a list of
             the envs' actions.
         """
-        if self.batch.num_in_flight:
-            self.batch.cancel_step()
+        self.batch.cancel_step()
         if isinstance(self.action_space, spaces.Dict | spaces.Tuple) and isinstance(
             actions, list | np.ndarray
         ):

@@ -198,10 +198,9 @@ def copy_observation_to_final(rows: Rows, index: slice) -> None:
     for final, observation in zip(
         rows.final_observation, rows.observation, strict=True
     ):
-        if observation.dtype.kind == "f":
-            observation[index] = np.where(
-                np.isfinite(observation[index]), observation[index], 0
-            )
+        values = observation[index]
+        if values.dtype.kind == "f":
+            observation[index] = np.where(np.isfinite(values), values, 0)
         final[index] = observation[index]
 
 
@@ -273,14 +272,7 @@ class Slab:
     def create(
         cls, spec: EnvSpec, num_envs: int, num_workers: int, extra_nbytes: int = 0
     ) -> Slab:
-        """Allocate a zeroed slab in new shared memory.
-
-        Args:
-          spec: Spaces of every env.
-          num_envs: Number of rows.
-          num_workers: Number of heartbeats.
-          extra_nbytes: Bytes of extra memory.
-        """
+        """Allocate a zeroed slab, with a heartbeat per worker, in new shared memory."""
         nbytes = _aligned(rows_nbytes(spec, num_envs)) + num_workers * _BEAT_BYTES
         slab = cls.__new__(cls)
         slab.fd = anonymous_file()

@@ -79,7 +79,7 @@ class BatchVectorEnv(BaseVectorEnv):
         Returns:
           Observations and infos, in the order of `env_id`.
         """
-        self._cancel_step()
+        self.batch.cancel_step()  # if Ctrl-C has interrupted `step`
         rows = self._wrap_id(env_id)
         indices = None if env_id is None else rows
         seeds = [kwargs.get("seed")] * len(rows)
@@ -89,7 +89,7 @@ class BatchVectorEnv(BaseVectorEnv):
 
     def step(self, action: Any, id: Any = None) -> tuple[Any, ...]:
         """Step the selected envs; return transitions and infos in the order of `id`."""
-        self._cancel_step()
+        self.batch.cancel_step()  # if Ctrl-C has interrupted `step`
         rows = self._wrap_id(id)
         order = np.argsort(np.argsort(rows))
         self.batch.send(np.asarray(action), rows, together=True)
@@ -120,7 +120,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """
         seeds = range(seed, seed + self.env_num) if isinstance(seed, int) else seed
         if seeds is not None:
-            self._cancel_step()
+            self.batch.cancel_step()  # if Ctrl-C has interrupted `step`
             observation = self.batch.reset(seeds=list(seeds))
             self._store_first_observations(range(self.env_num), observation)
             for space, each in zip(self._action_spaces, seeds, strict=True):
@@ -135,11 +135,6 @@ class BatchVectorEnv(BaseVectorEnv):
         """Close all envs."""
         self.is_closed = True
         self.batch.close()
-
-    def _cancel_step(self) -> None:
-        """Discard the step in flight, if Ctrl-C has interrupted a call of `step`."""
-        if self.batch.num_in_flight:
-            self.batch.cancel_step()
 
     def _store_first_observations(self, rows: Any, observation: Any) -> Array:
         stacked = self._stack(observation, np.arange(len(rows)))

@@ -60,9 +60,7 @@ class Absence:
     def mark_late(self, positions: Set[int]) -> None:
         """Record that no caller waits for the steps of the given blocks any more."""
         self.late_steps |= positions
-        self.awaited_late_steps -= positions
-        self.padded -= positions
-        self._restart_timers(positions)
+        self.release(positions)
 
     def await_late_steps(self, positions: Set[int]) -> Set[int]:
         """Record that a caller waits for the late steps of the given blocks.
@@ -78,14 +76,8 @@ class Absence:
         """Return a mask of the rows whose last observation is in `observation`.
 
         In all other rows, the last observation is in `final_observation`, because their
-        late step is still running or has ended the episode.
-
-        Args:
-          num_rows: Number of rows of the batch.
-          ended: Positions of blocks whose step has ended.
-
-        Returns:
-          bool `[num_rows]`.
+        late step is still running or has ended the episode. `ended` contains the
+        positions of the blocks whose step has ended.
         """
         is_current = np.ones(num_rows, np.bool_)
         for position in self.late_steps:
@@ -150,10 +142,7 @@ class Absence:
         self.awaited_late_steps -= positions
         self.late_steps |= self.padded & positions
         self.padded -= positions
-        self._restart_timers(positions)
-
-    def _restart_timers(self, positions: Set[int]) -> None:
-        """Let `padding_after` count from zero at the next absence of these blocks."""
+        # At their next absence, `padding_after` counts from zero.
         for position in positions & self.absent_since.keys():
             del self.absent_since[position]
 
@@ -166,14 +155,11 @@ class DeferredOutcome:
     """
 
     def __init__(
-        self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int] = ()
+        self, outcome: Outcome, block: BatchBlock, reset_rows: Collection[int]
     ) -> None:
         """Save the outcome and, before a partial reset, a copy of the other rows.
 
-        Args:
-          outcome: The outcome of the late step.
-          block: Block of the late step.
-          reset_rows: Rows of the lane that will be reset; empty for a call.
+        Before a call, `reset_rows` is empty.
         """
         self._outcome = outcome
         self._block = block.lane_rows

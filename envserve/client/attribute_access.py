@@ -39,15 +39,8 @@ class AttributeAccess:
     ) -> None:
         """Send the first requests.
 
-        Args:
-          group: The lanes of the batch.
-          rows: Rows of the envs.
-          kind: See `lane.Call`.
-          name: Name of the attribute.
-          arguments: Positional arguments; for "set", maps rows to values.
-          kwargs: Keyword arguments.
-          call: Function that calls a method of an env, given its row and name. If the
-            attribute is a method, its value is a function that makes this call.
+        For "set", `arguments` maps rows to values. If the attribute is a method, its
+        value is a function that passes the row and the name of the method to `call`.
 
         Raises:
           CallError: The arguments cannot be sent.
@@ -100,10 +93,7 @@ class AttributeAccess:
         self._called = called
 
     def finish(self, deadline: float) -> list[Any]:
-        """Wait for the access, and return one value per row.
-
-        Args:
-          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
+        """Wait for the access until a monotonic deadline; return one value per row.
 
         Raises:
           CallError: The access failed in an env.

@@ -174,7 +174,6 @@ class BatchEnv:
         self._unusable = ""
         self.reset_infos: Mapping[int, Mapping[str, Any]] = {}
         _BATCHES.add(self)
-        self._is_encoded = self.spec.has_encoded_observations
 
     @classmethod
     def local(
@@ -441,12 +440,7 @@ class BatchEnv:
         *,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start a reset without waiting for it; the next call must be `recv_reset`.
-
-        Args:
-          env_indices: See `reset`.
-          seeds: See `reset`.
-          options: See `reset`.
+        """Start a `reset` without waiting; the next call must be `recv_reset`.
 
         Raises:
           CodecError: See `reset`.
@@ -529,18 +523,13 @@ class BatchEnv:
             finals = _concatenate([rows.final_observation for rows in lane_rows])
             for leaf, final in zip(leaves, finals, strict=True):
                 leaf[~is_current] = final[~is_current]
-        observation = unflatten(
-            self.spec.observation_space, [leaf[indices] for leaf in leaves]
-        )
-        is_complete = is_current & (
-            np.concatenate([rows.status for rows in lane_rows]) == OK
-        )
+        leaves = [leaf[indices] for leaf in leaves]
+        observation = unflatten(self.spec.observation_space, leaves)
+        status = np.concatenate([rows.status for rows in lane_rows])
+        is_complete = (is_current & (status == OK))[indices]
+        host_of = self._group.blocks.host_of
         return decode_observation(
-            self.spec,
-            indices,
-            observation,
-            is_complete=is_complete[indices],
-            host_of=self._group.blocks.host_of,
+            self.spec, indices, observation, is_complete=is_complete, host_of=host_of
         )
 
     # Steps.
@@ -831,13 +820,7 @@ class BatchEnv:
         return self.call_each("render", env_indices=env_index)
 
     def send_call(self, name: str, /, *arguments: Any, **kwargs: Any) -> None:
-        """Start a call of all envs; the next call must be `recv_call`.
-
-        Args:
-          name: See `call`.
-          *arguments: See `call`; the same for all envs.
-          **kwargs: See `call`; the same for all envs.
-        """
+        """Start `call_each` of all envs; the next call must be `recv_call`."""
         self._pending_call = self._start_access(None, "call", name, arguments, kwargs)
 
     @_exclusive
@@ -982,7 +965,7 @@ class BatchEnv:
         absence = self._group.absence
         if absence.padded or absence.awaited_late_steps:
             absence.mark_rows(self.spec, row_set, result)
-        if self._is_encoded:
+        if self.spec.has_encoded_observations:
             host_of = self._group.blocks.host_of
             result = decode_result(self.spec, result, row_set.env_indices, host_of)
         if self.autoreset == "disabled":

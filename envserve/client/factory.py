@@ -31,12 +31,7 @@ from envserve.errors import (
 from envserve.lane import Lane
 from envserve.pool.pool import Pool
 from envserve.session.client.liveness import Timeouts
-from envserve.settings import (
-    EnvOptions,
-    EnvRequest,
-    LocalOptions,
-    PoolSettings,
-)
+from envserve.settings import EnvOptions, EnvRequest, LocalOptions, PoolSettings
 from envserve.text import nearest_name
 from envserve.wrappers.specs import check_wrappers, parse_wrappers
 
@@ -64,15 +59,10 @@ def local_settings(
     options: LocalOptions,
     function: Callable[..., Any],
 ) -> PoolSettings:
-    """Return the settings of a pool.
+    """Return the settings of a pool, from the arguments of `BatchEnv.local`.
 
-    Args:
-      env_name: See `BatchEnv.local`.
-      num_envs: See `BatchEnv.local`.
-      num_workers: See `BatchEnv.local`.
-      options: See `BatchEnv.local`.
-      function: The public function that received the options. If an option is unknown,
-        the error suggests the nearest parameter of this function.
+    If an option is unknown, the error suggests the nearest parameter of `function`, the
+    public function that received the options.
 
     Raises:
       TypeError, UnknownEnv, ValueError, WrapperError: See `BatchEnv.local`.
@@ -124,9 +114,7 @@ def _check_env_fns(
 
 
 def start_pool(
-    settings: PoolSettings,
-    timeout_seconds: float,
-    make: Callable[..., Batch],
+    settings: PoolSettings, timeout_seconds: float, make: Callable[..., Batch]
 ) -> Batch:
     """Start a pool and return its batch; close the pool if an error occurs."""
     with contextlib.ExitStack() as stack:
@@ -139,10 +127,7 @@ def start_pool(
 
 
 def remote_request(
-    env_name: EnvLike,
-    num_envs: int,
-    options: EnvOptions,
-    function: Callable[..., Any],
+    env_name: EnvLike, num_envs: int, options: EnvOptions, function: Callable[..., Any]
 ) -> EnvRequest:
     """Return the request for all envs of a batch; see `local_settings`."""
     settings = _checked_settings(options, EnvOptions, function)
@@ -228,12 +213,10 @@ def start_remote(
                 missing.append(index)
                 if count - len(missing) < min_ready:
                     raise
-                first, *_, last = (lane.name, *str(error).splitlines())
-                text = last.removeprefix(f"{first}: ")  # omits the worker's traceback
+                last = str(error).splitlines()[-1]  # after the worker's traceback
+                text = f"{lane.name}: {last.removeprefix(f'{lane.name}: ')}"
                 _LOGGER.warning(
-                    "%s: %s; its rows are padding until a server is ready",
-                    first,
-                    text,
+                    "%s; its rows are padding until a server is ready", text
                 )
         ready = [lane for index, lane in enumerate(lanes) if index not in missing]
         like = max(ready, key=lambda lane: lane.num_envs)
@@ -277,10 +260,8 @@ def _checked_settings(
 ) -> dict[str, Any]:
     """Convert options to arguments of `PoolSettings` or `EnvRequest`.
 
-    Without the option `seed`, draw a random root seed.
-
-    Raises:
-      TypeError: An option is not in `known`, a TypedDict of options.
+    Without the option `seed`, draw a random root seed. Raise TypeError for an option
+    that is not in `known`, a TypedDict of options.
     """
     accepted = [*signature(function).parameters, *known.__annotations__]
     local = *LocalOptions.__annotations__, "num_workers"

@@ -208,15 +208,7 @@ class LaneGroup:
         seeds: Sequence[int | None] | None,
         options: bytes = b"",
     ) -> Set[int]:
-        """Start a reset of the given rows.
-
-        Args:
-          env_indices: Rows of the batch.
-          seeds: One seed or None per row; None for no seeds.
-          options: See `lane.Reset`.
-
-        Returns:
-          Positions of the blocks, for `finish_reset`.
+        """Start a reset of the given rows; return the positions of their blocks.
 
         Raises:
           ServerLost: Every lane has given up; nothing was started.
@@ -237,11 +229,7 @@ class LaneGroup:
     def finish_reset(
         self, positions: Set[int], deadline: float
     ) -> dict[int, Mapping[str, Any]]:
-        """Wait for a reset that `start_reset` has started.
-
-        Args:
-          positions: Positions of the blocks, as returned by `start_reset`.
-          deadline: Time at which to stop waiting, as a value of `time.monotonic()`.
+        """Wait for a reset of the blocks that `start_reset` has returned.
 
         Returns:
           A dict from rows to info dicts, for the rows that have one.

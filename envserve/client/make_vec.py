@@ -234,10 +234,8 @@ def _expand(
         env = options.pop(name, None) if env is None else env
     # An option that only `make_vec` has is not an argument of the env: if `make` was
     # called, `make_batch` rejects the option.
-    names = [
-        name for called in (make_vec, function) for name in signature(called).parameters
-    ]
-    known = {*names, *Options.__annotations__} - {"options"}
+    parameters = (*signature(make_vec).parameters, *signature(function).parameters)
+    known = {*parameters, *Options.__annotations__} - {"options"}
     if isinstance(env, EnvSpec):
         has_options = env.entry_point == "envserve:make" or str(
             env.vector_entry_point
@@ -294,12 +292,7 @@ def _autoreset_of(mode: object) -> Autoreset:
 
 
 def _apply_gymnasium_options(settings: dict[str, Any]) -> None:
-    """Replace the options of Gymnasium's vector envs with those of envserve.
-
-    Raises:
-      TypeError: An option has no counterpart.
-      ValueError: The vectorization mode is unknown.
-    """
+    """Replace the options of Gymnasium's vector envs with those of envserve."""
     if (mode := settings.pop("vectorization_mode")) is not None:
         if mode not in [*VectorizeMode, *(member.value for member in VectorizeMode)]:
             raise ValueError(
@@ -339,17 +332,8 @@ def make_batch(
 
     The defaults differ from those of `BatchEnv`: steps wait for absent envs, return the
     infos of all rows and do not check for NaN and infinity, and envs are seeded only if
-    a root seed is given.
-
-    Args:
-      env: See `make_vec`.
-      num_envs: See `make_vec`.
-      addresses: See `make_vec`.
-      fixed: Options that the user must not set, with their values.
-      expected: The expected value, for the error message about such an option.
-      num_workers: See `make_vec`.
-      render_mode: See `make_vec`.
-      **options: See `make_vec`.
+    a root seed is given. The user must not set the options in `fixed`; the error about
+    such an option names the `expected` value.
 
     Raises:
       TypeError: The user has set one of the `fixed` options.

@@ -45,18 +45,15 @@ class OutcomeQueue:
     def collect(
         self, timeout_seconds: float, waiting: Set[int], min_finished: int
     ) -> None:
-        """Wait until operations have finished or a block has become absent.
+        """Wait until `min_finished` of the `waiting` blocks have finished.
 
-        Args:
-          timeout_seconds: Maximum time to wait.
-          waiting: Positions of the blocks that the caller waits for.
-          min_finished: Number of these blocks to wait for.
+        Return earlier after the timeout, or if a block has become absent.
 
         Raises:
           LocalProtocolError: Nothing is in flight.
         """
         self.is_updating = True
-        lane, has_outcomes = self._only_lane, True
+        lane = self._only_lane
         try:
             if lane is None:
                 has_outcomes = self._collect_from_all(

@@ -157,9 +157,7 @@ class RowSet:
     ) -> None:
         """Make the set of all rows of `blocks`, which are sorted by position.
 
-        Args:
-          blocks: The blocks.
-          lane_part: Function that combines blocks of one lane.
+        The function `lane_part` combines blocks of one lane.
         """
         self.blocks = tuple(blocks)
         self.positions = frozenset([block.position for block in blocks])
@@ -259,13 +257,11 @@ class RowSetCache:
         Returns:
           The rows of each key, int64 `[n]`, in ascending order of the keys.
         """
-        keys = [key(block) for block in self._blocks]
-        return tuple(
-            self.for_blocks(
-                [index for index, other in enumerate(keys) if other == value]
-            ).env_indices
-            for value in sorted({*keys})
-        )
+        positions: dict[int, list[int]] = {}
+        for block in self._blocks:
+            positions.setdefault(key(block), []).append(block.position)
+        groups = [positions[value] for value in sorted(positions)]
+        return tuple([self.for_blocks(group).env_indices for group in groups])
 
     def select_in_flight(
         self,

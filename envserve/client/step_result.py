@@ -134,12 +134,8 @@ def gather_result(
 ) -> StepResult:
     """Copy the rows of the lanes into a result of `len(row_set)` rows.
 
-    Args:
-      spec: Spaces of the envs.
-      row_set: The rows to copy.
-      infos: Infos of the result.
-      out: A result whose arrays are overwritten, checked by `check_out`; None
-        allocates new arrays.
+    The arrays of `out`, which `check_out` has checked, are overwritten. If it is None,
+    new arrays are allocated.
     """
     if out is not None or len(row_set.lane_parts) > 1:
         return _write_to(row_set, out or _allocate(spec, len(row_set)), infos, spec)
@@ -189,9 +185,8 @@ def decode_result(
     )
     ended = result.terminated | result.truncated
     last = decode(result.final_observation, ended=ended)
-    return result._replace(
-        observation=decode(result.observation), final_observation=last
-    )
+    observation = decode(result.observation)
+    return result._replace(observation=observation, final_observation=last)
 
 
 def _write_to(
@@ -226,11 +221,8 @@ def final_observations(
 ) -> dict[int, Any]:
     """Return the final observation of each row whose episode has ended, by row.
 
-    Args:
-      space: Observation space of one env.
-      step: Result of the step.
-      previous: Observations before the step, which replace the final observations of
-        episodes that a fault has ended.
+    The `previous` observations, from before the step, replace the final observations of
+    episodes that a fault has ended.
     """
     final = dict[int, Any]()
     ended = step.terminated | step.truncated
@@ -243,10 +235,7 @@ def final_observations(
 def with_last_observation(space: Space[Any], step: StepResult, previous: Any) -> Any:
     """Return the observations of a step; after a fault, those before the step.
 
-    Args:
-      space: Observation space of one env.
-      step: Result of the step, whose observations may be overwritten.
-      previous: Observations before the step.
+    The observations of the step may be overwritten.
     """
     pairs = zip(flatten(space, step.observation), flatten(space, previous), strict=True)
     leaves = []
@@ -302,10 +291,7 @@ def _allocate(spec: EnvSpec, num_rows: int) -> StepResult:
 
 
 def add_infos(
-    infos: RowInfos,
-    outcome: Outcome,
-    block: BatchBlock,
-    raises_faults: bool,
+    infos: RowInfos, outcome: Outcome, block: BatchBlock, raises_faults: bool
 ) -> EnvserveError | None:
     """Add the infos and faults of a block's step to `infos`; its keys are env indices.
 

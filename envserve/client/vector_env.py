@@ -102,13 +102,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     def __init__(
         self, batch: BatchEnv, *, copy: bool = True, observation_mode: Any = "same"
     ) -> None:
-        """Wrap a batch, and take ownership of it.
-
-        Args:
-          batch: A batch made with `infos="all"`.
-          copy: See `make_vec`.
-          observation_mode: See `make_vec`.
-        """
+        """Wrap a batch made with `infos="all"`, and take ownership; see `make_vec`."""
         super().__init__()
         # Closes the batch if this object is garbage-collected without being closed.
         self._finalizer = weakref.finalize(self, batch.close)
@@ -132,7 +126,6 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self.render_mode = attribute_of(batch, "render_mode")
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
-        self._is_encoded = batch.spec.has_encoded_observations
         self._reused: StepResult | None = None
         self._latest: StepResult | None = None
         self._observation: Any = None
@@ -173,9 +166,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     ) -> None:
         """Start a reset without waiting; `reset_wait` returns its result."""
         self._check_idle("reset_async")
-        first = int(seed) if isinstance(seed, int | np.integer) else None
-        if first is not None:
-            seed = range(first, first + self.num_envs)
+        if isinstance(seed, int | np.integer):
+            seed = range(int(seed), int(seed) + self.num_envs)
         if seed is not None and (
             not isinstance(seed, Sequence | np.ndarray) or len(seed) != self.num_envs
         ):
@@ -188,8 +180,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         rows = np.arange(self.num_envs)
         if options is not None and "reset_mask" in options:
             rows = rows[_checked_mask(options["reset_mask"], self.num_envs)]
-            others = {key: options[key] for key in options if key != "reset_mask"}
-            options = others
+            options = {key: options[key] for key in options if key != "reset_mask"}
         seeds = None if seed is None else [seed[row] for row in rows.tolist()]
         is_whole = len(rows) == self.num_envs
         self._batch.send_reset(None if is_whole else rows, seeds, options=options)
@@ -363,8 +354,8 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
             # Only observation arrays are reused: the other arrays are small, and
             # trainers keep them. Two results alternate, because an episode that a fault
             # ends needs the observations of the previous step.
-            reusable = None if self._is_encoded else result
-            self._reused, self._latest = self._latest, reusable
+            is_encoded = self._batch.spec.has_encoded_observations
+            self._reused, self._latest = self._latest, None if is_encoded else result
             result = result._replace(
                 reward=result.reward.copy(),
                 terminated=result.terminated.copy(),
@@ -372,15 +363,15 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
                 valid=result.valid.copy(),
             )
         infos = self._infos(result) if result.infos or self._is_same_step else {}
-        if not self._is_same_step and not _all(result.valid):
-            observation = with_last_observation(
-                self.single_observation_space, result, self._observation
-            )
-            result = result._replace(observation=observation)
-        self._observation = result.observation
         if not _all(result.valid):
+            if not self._is_same_step:
+                observation = with_last_observation(
+                    self.single_observation_space, result, self._observation
+                )
+                result = result._replace(observation=observation)
             infos["valid"] = result.valid
             infos["_valid"] = np.ones(self.num_envs, np.bool_)
+        self._observation = result.observation
         return result[0], result.reward, result.terminated, result.truncated, infos
 
     def _infos(self, result: StepResult) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, Final, Self, TypeVar
 
 from msgspec import Meta, Raw
@@ -70,11 +71,7 @@ def decode_values(
 
 
 def _check_size(body: bytes, part: str, max_bytes: int, max_values: int) -> bytes:
-    """Return an encoded body, after checking its size and number of values.
-
-    Raises:
-      CodecError: The peer would reject the body, because a limit is exceeded.
-    """
+    """Return an encoded body; raise CodecError if it exceeds a limit of the peer."""
     if len(body) > max_bytes:
         raise codec.CodecError(
             f"{part}: expected at most {max_bytes} bytes in the encoded body; "
@@ -174,12 +171,9 @@ class Granted:
         except (codec.CodecError, SpaceError) as error:
             text = one_line(str(error), 500)
             raise RemoteProtocolError(f"Granted: {text}") from None
+        starts = [block[0] for block in fields.blocks]
         edges = [0, *(block[1] for block in fields.blocks)]
-        if (
-            edges[-1] != num_envs
-            or edges[:-1] != [block[0] for block in fields.blocks]
-            or any(start >= stop for start, stop, *_ in fields.blocks)
-        ):
+        if edges != [*starts, num_envs] or any(a >= b for a, b in pairwise(edges)):
             raise RemoteProtocolError(
                 f"Granted: blocks: expected one [start, stop, worker, split] per "
                 f"block, and consecutive blocks that cover {num_envs} rows"

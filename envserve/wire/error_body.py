@@ -75,13 +75,9 @@ _SANITIZERS: Final = {"text": printable, "traceback": printable, "holder": one_l
 
 
 def clip(text: str, max_bytes: int, *, keep_end: bool = False) -> str:
-    """Cut text to at most `max_bytes` bytes of UTF-8.
+    """Cut text to at most `max_bytes` bytes of UTF-8; with `keep_end`, keep its end.
 
-    Args:
-      text: The text.
-      max_bytes: Maximum size of the result.
-      keep_end: Whether to keep the end instead of the beginning. Use it for tracebacks,
-        because their last line names the error.
+    Keep the end of a traceback, because its last line names the error.
     """
     data = text.encode(errors="replace")
     if len(data) <= max_bytes:
@@ -127,12 +123,7 @@ def error_body_of(error: EnvserveError) -> ErrorBody:
 
 
 def exception_of(body: ErrorBody, address: str) -> EnvserveError:
-    """Return the exception that a client raises for an ERROR.
-
-    Args:
-      body: Body of the ERROR.
-      address: Address of the server, for the message.
-    """
+    """Return the exception that a client raises for an ERROR from a server."""
     text = f"{address}: {body.text[:MAX_TEXT_BYTES]}"
     if body.code is ErrorCode.ENVS_BUSY:
         busy = ServerDraining if body.is_draining else EnvsBusy

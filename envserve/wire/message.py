@@ -142,12 +142,9 @@ def set_attempt(frame: Buffer, attempt: int) -> bytes:
 
 
 def result_head(frame: Buffer, num_entries: int, num_body_bytes: int) -> bytes:
-    """Return the beginning of the RESULT for a request, up to its body.
+    """Return the beginning of the RESULT for a request, up to the RESULT's body.
 
-    Args:
-      frame: Frame 0 of the request.
-      num_entries: Number of entries of the request.
-      num_body_bytes: Length of the RESULT's body.
+    `frame` is frame 0 of the request, which has the same entries.
     """
     head = bytearray(frame[: _PREFIX_BYTES + num_entries * _ENTRY_BYTES])
     head[_TYPE_OFFSET] = MessageType.RESULT

@@ -185,12 +185,10 @@ class ResultReport:
     def outcomes(
         self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
     ) -> dict[int, Outcome]:
-        """Return the outcome of each block of a RESULT.
+        """Return the outcome of each block of a RESULT from the server at `where`.
 
-        Args:
-          entries: Pairs (block, seq) of the RESULT.
-          row_blocks: Block of each row.
-          where: Address of the server, for error messages.
+        The entries are those of the RESULT, and `row_blocks` contains the block of each
+        row.
 
         Raises:
           RemoteProtocolError: The report contains rows or blocks that are not in the

@@ -56,9 +56,6 @@ def split_rows(buffers: Sequence[Buffer]) -> tuple[bytes, Buffer]:
     If the fields are too long for the body, the body contains only the first fields,
     and the separate frame contains the others. If there is only one other field, it is
     sent without a copy.
-
-    Args:
-      buffers: The fields.
     """
     if sum(map(len, buffers)) <= MAX_INLINE_BYTES:
         return b"".join(buffers), b""

@@ -56,13 +56,7 @@ def set_common_options(socket: zmq.Socket[bytes]) -> None:
 def use_keys(
     socket: zmq.Socket[bytes], server_public: bytes, key_pair: KeyPair
 ) -> None:
-    """Set the CURVE keys of a connecting socket.
-
-    Args:
-      socket: The socket.
-      server_public: Raw public key of the server; no other server is accepted.
-      key_pair: Keys of the client.
-    """
+    """Set the CURVE keys of a connecting socket; it then accepts no other server."""
     socket.setsockopt(zmq.CURVE_SERVERKEY, server_public)
     socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
     socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)

@@ -188,7 +188,9 @@ def silence_is_never_detected(patch: Patch) -> None:
 
 @bug()
 def leases_reuse_seeds(patch: Patch) -> None:
-    patch.setattr(attachment, "with_fresh_seeds", lambda attach, num_leases: attach)
+    patch.setattr(
+        attachment.Attachment, "next_attach", property(lambda self: self.attach)
+    )
 
 
 # Outcomes and block states.

@@ -155,14 +155,10 @@ class Connection:
         insecure: bool = False,
         context: SharedContext | None = None,
     ) -> None:
-        """Start to connect.
+        """Start to connect, unless the address is `NO_ADDRESS`.
 
-        Args:
-          address: Address of the server, or `NO_ADDRESS`.
-          keys: The server's public key and the client's key pair; by default those in
-            this user's key directory.
-          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
-          context: ZeroMQ context to share with other connections; by default a new one.
+        By default, the keys are those in this user's key directory, and the context is
+        a new one.
 
         Raises:
           ConnectError: The address is malformed, the server's key is unknown, or there
@@ -306,12 +302,9 @@ class Connection:
     def move(
         self, address: str, keys: CurveKeys | None, detach_frames: list[Buffer]
     ) -> None:
-        """Connect to another server; ignore later messages from the previous one.
+        """Connect to another server, after sending `detach_frames` to the previous one.
 
-        Args:
-          address: Address of the new server.
-          keys: As for the constructor.
-          detach_frames: DETACH for the previous server.
+        Later messages from the previous server are ignored.
         """
         self.keys = keys
         if not self._socket.closed:  # an interrupted move may have closed it
@@ -325,10 +318,9 @@ class Connection:
 
     def is_previous_connected(self) -> bool:
         """Return whether the socket from before the last `renew` is connected."""
-        previous = self._previous
-        return previous is not None and bool(
-            int(previous.getsockopt(zmq.EVENTS)) & _POLLOUT
-        )
+        if self._previous is None:
+            return False
+        return bool(int(self._previous.getsockopt(zmq.EVENTS)) & _POLLOUT)
 
     def close_previous(self) -> None:
         """Close the socket from before the last `renew`."""
@@ -339,8 +331,7 @@ class Connection:
     def exceeds_limit(self, is_connected: bool) -> bool:
         """Return whether an unfinished message is larger than the protocol allows.
 
-        Args:
-          is_connected: Whether a peer is connected, as the last `poll` returned.
+        `is_connected` is part of the result of the last `poll`.
         """
         limit = (MAX_FRAMES + 1) * (self.max_frame_bytes + CURVE_OVERHEAD_BYTES)
         return self._byte_counter.count(is_connected) > limit

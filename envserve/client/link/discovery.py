@@ -45,8 +45,7 @@ def _from_name(source: str) -> tuple[str, ...]:
     try:
         found = resolve_host(by_name)
     except (OSError, UnicodeError) as error:  # UnicodeError: empty or long label
-        if isinstance(error, OSError):
-            raise_if_from_handler(error)
+        raise_if_from_handler(error)
         name = by_name.removeprefix("tcp://").rpartition(":")[0]
         raise AddressError(
             f"cannot resolve {name}; check its spelling and the DNS of this "
@@ -64,8 +63,7 @@ def _from_file(source: str, path: str) -> tuple[str, ...]:
         with open_regular(Path(path), _MAX_FILE_BYTES) as file:
             lines = file.read().decode("utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
-        if isinstance(error, OSError):
-            raise_if_from_handler(error)
+        raise_if_from_handler(error)
         text = f"{source!r:.200}: expected a file with one address per line; {error}"
         raise AddressError(text) from None
     texts = [line.partition("#")[0].strip() for line in lines]

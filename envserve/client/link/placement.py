@@ -48,10 +48,9 @@ class Placement:
         self._searching: dict[object, float] = {}
         #: Lanes that have lost their servers at the same time as another lane.
         self._lost_together: set[object] = set()
+        #: Time until which each server is excluded. Lanes with a server do not move to
+        #: these servers even after that time.
         self._excluded_until: dict[str, float] = {}
-        #: Servers that have been excluded at any time. Lanes that have a server do not
-        #: move there.
-        self._ever_excluded: set[str] = set()
         self._avoided_until: dict[str, float] = {}
         self._num_avoided: Counter[str] = Counter()
         #: First server of each lane. `spread` does not move a lane away from this
@@ -67,7 +66,6 @@ class Placement:
     def exclude(self, lane: object, now: float) -> None:
         """Exclude a lane's server for a minute, and leave the lane without a server."""
         self._excluded_until[self.locations[lane]] = now + EXCLUDE_SECONDS
-        self._ever_excluded.add(self.locations[lane])
         self.locations[lane] = NO_ADDRESS
 
     def end_search(self, lane: object) -> None:
@@ -105,9 +103,8 @@ class Placement:
         self.targets.pop(lane, None)
         found = self._best_server(lane, now)
         is_vacant = self.locations[lane] == NO_ADDRESS
-        self._searching.setdefault(lane, now)
-        if found is None:
-            self._searching[lane] = now
+        since = now if found is None else self._searching.get(lane, now)
+        self._searching[lane] = since
         lost = {at for at in self._searching if self.locations[at] != NO_ADDRESS}
         if len(lost) > 1:
             self._lost_together |= lost
@@ -117,7 +114,7 @@ class Placement:
         is_together = lane in self._lost_together
         if may_recover or num_lanes > 0:
             must_wait = (is_together or is_vacant) and not is_urgent
-            if must_wait and now < self._searching[lane] + SHARE_SECONDS:
+            if must_wait and now < since + SHARE_SECONDS:
                 return None
         if may_recover or is_ungranted:
             self._avoid(self.locations[lane], now)
@@ -127,10 +124,8 @@ class Placement:
 
     def _avoid(self, address: str, now: float) -> None:
         if now >= self._avoided_until.get(address, now):
-            seconds = AVOID_SECONDS * 2 ** min(
-                self._num_avoided[address], _MAX_DOUBLINGS
-            )
-            self._avoided_until[address] = now + seconds
+            num_doublings = min(self._num_avoided[address], _MAX_DOUBLINGS)
+            self._avoided_until[address] = now + AVOID_SECONDS * 2**num_doublings
             self._num_avoided[address] += 1
 
     def spread(self, now: float) -> None:
@@ -140,7 +135,7 @@ class Placement:
         self._next_spread_at = now + SPREAD_SECONDS
         avoided = [at for at, until in self._avoided_until.items() if now < until]
         counts = self.num_lanes()
-        excluded = self._ever_excluded.union(self.targets.values(), avoided)
+        excluded = {*self._excluded_until, *self.targets.values(), *avoided}
         for lane in sorted(
             self.locations, key=lambda each: -counts[self.locations[each]]
         ):

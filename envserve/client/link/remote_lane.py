@@ -95,15 +95,9 @@ class RemoteLane:
     ) -> None:
         """Start to attach to the server; `finish_start` waits for it.
 
-        Args:
-          address: Address of the server, like "tcp://sim1:5555" or "ipc:///run/envs".
-          request: The requested envs.
-          timeouts: Timeouts of the session; None for the defaults.
-          insecure: Whether to connect without keys; see `KeyFolder.keys_for`.
-          context: ZeroMQ context that the lanes of a batch share.
-          server_pool: Servers that can replace this one.
-          like: If there is no server yet, a lane of the same batch. Its spaces and
-            blocks are used until a server is found.
+        The servers in `server_pool` can replace this one. If there is no server yet,
+        `like` is a lane of the same batch, whose spaces and blocks are used until a
+        server is found.
 
         Raises:
           EnvserveError: The connection or the request is invalid; see `Connection` and
@@ -444,9 +438,7 @@ class RemoteLane:
     def _attach(self) -> bool:
         """Advance the attachment to the server; then start the keep-alive thread.
 
-        Returns:
-          False while the lane is still attaching; True if it is attached, has failed or
-          is closing.
+        Return whether the lane is attached, has failed or is closing.
         """
         try:
             with self._lock:
@@ -465,11 +457,7 @@ class RemoteLane:
         return True
 
     def _maintain(self) -> float:
-        """Run the session if the lane is idle.
-
-        Returns:
-          Seconds after which the keep-alive thread must call this again.
-        """
+        """Run the session if the lane is idle; return the seconds to the next call."""
         if self._lock.acquire(blocking=False):
             try:
                 # Do nothing after an interrupted update, or once the lane is released.

@@ -181,7 +181,7 @@ class ServerPool:
         """
         changing = [each for each in self._known if each.startswith(SOURCE_SCHEMES)]
         sources = {source: _try_resolve(source) for source in changing}
-        is_complete = not any(isinstance(at, str) for at in sources.values())
+        failed = {s: text for s, text in sources.items() if isinstance(text, str)}
         self._known |= {s: at for s, at in sources.items() if not isinstance(at, str)}
         addresses = {address for found in self._known.values() for address in found}
         with self._lock:
@@ -190,7 +190,6 @@ class ServerPool:
             most = max(lanes.values(), default=0)
             addresses = {at for at in addresses if lanes[at] + 2 <= most}
         found = query_servers(addresses, _REPLY_SECONDS, insecure=self._insecure)
-        failed = {s: text for s, text in sources.items() if isinstance(text, str)}
         for name, error in {**failed, **found.errors}.items():
             if error not in self._reported:
                 self._reported.add(error)
@@ -208,7 +207,7 @@ class ServerPool:
             if not is_full:
                 return
             # An address that no source lists is gone if all sources were resolved.
-            if is_complete:
+            if not failed:
                 gone.update({*self.placement.locations.values()} - welcomes.keys())
             self._gone, self.polled_at = gone, began
             pause = _PAUSE_SECONDS + _PAUSE_SECONDS_PER_SERVER * len(addresses)
@@ -249,10 +248,9 @@ def query_servers(
 
     def query(address: str) -> None:
         try:
-            welcome = request_welcome(
+            found.welcomes[address] = request_welcome(
                 address, timeout_seconds, insecure=insecure, context=context
             )
-            found.welcomes[address] = welcome
         except EnvserveError as error:
             text = str(error).removeprefix(f"{address}: ")
             found.errors[address.removeprefix("tcp://")] = text

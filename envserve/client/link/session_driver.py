@@ -126,26 +126,25 @@ class SessionDriver:
 
     def _check_connection(self, now: float) -> bool:
         """Handle connection changes; return whether there is more to read."""
-        is_readable, is_connected = self.connection.poll()
+        connection = self.connection
+        is_readable, is_connected = connection.poll()
         if is_connected and not self._is_connected:
             self._on_connected(now)
         elif self._is_connected and not is_connected:
             self._on_disconnected(now)
         self._check_repeated_errors(now)
-        if self.connection.exceeds_limit(is_connected):
+        if connection.exceeds_limit(is_connected):
             text = "a message exceeds the protocol's size limit"
             self.session.abort(RemoteProtocolError(text))
-            self.connection.flush(self.session.outbox)
-            self.connection.disconnect()
+            connection.flush(self.session.outbox)
+            connection.disconnect()
             return False
         if (client_blocks := self.session.attachment.client_blocks) is not None:
             num_bytes = client_blocks.max_result_bytes
-            self.connection.max_row_bytes = max(
-                self.connection.max_row_bytes, num_bytes
-            )
+            connection.max_row_bytes = max(connection.max_row_bytes, num_bytes)
             self.raise_frame_limit(num_bytes, now)
         if not self._is_connected and now > self._disconnected_since + _RENEW_SECONDS:
-            self.connection.renew()
+            connection.renew()
             self._disconnected_since, self._is_renewed = now, True
         # Without a connection, `run` is due immediately, so that waiting messages are
         # sent as soon as a connection is established.
@@ -278,11 +277,8 @@ class SessionDriver:
         """Move to the lane's target if, since `begin_move`, each env ended an episode.
 
         After 30 s, move in any case. Call this method before each step, while the rows
-        still contain the results of the previous step.
-
-        Args:
-          successor: Session with the target; it already holds a lease of the same envs.
-          now: Monotonic seconds.
+        still contain the results of the previous step. The session `successor` already
+        holds a lease of the same envs on the target.
         """
         server_pool, attachment = self.server_pool, self.session.attachment
         client_blocks = self.session.client_blocks

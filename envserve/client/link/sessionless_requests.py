@@ -8,11 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from envserve.client.link.connection import (
-    SLICE_SECONDS,
-    Connection,
-    SharedContext,
-)
+from envserve.client.link.connection import SLICE_SECONDS, Connection, SharedContext
 from envserve.client.link.zmq_guards.diagnosis import Diagnosis
 from envserve.errors import ConnectError, RemoteProtocolError
 from envserve.wire.constants import MessageType

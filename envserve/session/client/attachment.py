@@ -143,7 +143,8 @@ class Attachment:
     @property
     def next_attach(self) -> Attach:
         """The ATTACH of the next lease, with seeds that no earlier lease has used."""
-        return with_fresh_seeds(self.attach, self.num_leases)
+        first = self.attach.first_incarnation + self.num_leases * INCARNATIONS_PER_LEASE
+        return copy_as(Attach, self.attach, first_incarnation=first & 0xFFFFFFFF)
 
     def _send_attach(self, now: float) -> None:
         """Send an ATTACH under the current session number."""
@@ -258,9 +259,8 @@ class Attachment:
     @property
     def is_recovering(self) -> bool:
         """Whether the lease is lost and no new one has been granted yet."""
-        return (
-            self.lost_lease is not None and self.machine.state is not ClientState.READY
-        )
+        is_ready = self.machine.state is ClientState.READY
+        return self.lost_lease is not None and not is_ready
 
     def lose_lease(
         self, error: EnvserveError, now: float, *, may_hold_lease: bool = True
@@ -314,10 +314,8 @@ class Attachment:
             self._requests.change_session()
             self.send_hello(now)
         else:
-            error = ServerLost(
-                f"{self.address}: the server was restarted, so its envs are gone"
-            )
-            self.lose_lease(error, now, may_hold_lease=False)
+            text = f"{self.address}: the server was restarted, so its envs are gone"
+            self.lose_lease(ServerLost(text), now, may_hold_lease=False)
 
     def retry(self, now: float) -> None:
         """Send HELLO or ATTACH again if a retry is due."""
@@ -477,9 +475,7 @@ class Attachment:
     def start_vacant(self, like: Lane, now: float) -> None:
         """Start without a server; all envs count as lost.
 
-        Args:
-          like: Lane with the expected spaces and number of blocks per split.
-          now: Monotonic seconds.
+        The spaces and the number of blocks per split are those of the lane `like`.
         """
         per_split = sum(block.split == 0 for block in like.blocks)
         blocks = make_blocks(self.attach.num_envs, per_split, self.attach.num_splits)
@@ -508,12 +504,7 @@ class Attachment:
         """Change to another server, under a new session number.
 
         The caller sends DETACH to the previous server, which may still hold the lease.
-
-        Args:
-          address: Address of the other server.
-          now: Monotonic seconds.
-          reason: Reason for the change; by default, that the previous server is
-            unresponsive.
+        The default reason is that the previous server is unresponsive.
         """
         _LOGGER.warning(
             "%s: requesting envs to replace those of %s", address, self.address
@@ -588,12 +579,6 @@ class Attachment:
         else:
             self.fail(error)
         self._requests.send_detach(detach_frames)
-
-
-def with_fresh_seeds(attach: Attach, num_leases: int) -> Attach:
-    """Return an ATTACH for the same envs, with seeds that no earlier lease used."""
-    first = attach.first_incarnation + num_leases * INCARNATIONS_PER_LEASE
-    return copy_as(Attach, attach, first_incarnation=first & 0xFFFFFFFF)
 
 
 def attach_of(request: EnvRequest, address: str) -> Attach:

@@ -82,15 +82,7 @@ class ClientBlocks:
         liveness: Liveness,
         autoreset: Autoreset = "same_step",
     ) -> None:
-        """Start with all blocks idle.
-
-        Args:
-          address: Address of the server, for messages.
-          spec: Spaces of every env.
-          blocks: The granted blocks.
-          liveness: Liveness of the server; it determines which blocks are absent.
-          autoreset: Autoreset mode that was requested from the server.
-        """
+        """Start with all blocks idle; the server uses the given autoreset mode."""
         self.spec = spec
         self.blocks = blocks
         self.rows = Rows.allocate(spec, blocks[-1].stop)
@@ -107,7 +99,7 @@ class ClientBlocks:
         self._parts = BlockParts(codec, blocks)
         self._plain_outcomes = [Outcome(block.index) for block in blocks]
         self._seqs = [0] * len(blocks)  # seq of each block's last operation
-        self._block_of_row = [b.index for b in blocks for _ in range(b.start, b.stop)]
+        self._block_of_row = [block.index for block in blocks for _ in block.rows]
         self._replies: list[_Reply] = []
         #: Indices of blocks whose observations were already copied to their final
         #: observations for the current operation.
@@ -143,9 +135,8 @@ class ClientBlocks:
             if not blocks:
                 return requests
         if lost:
-            for block in blocks:
-                if block in lost:
-                    requests.append(self._reset((Reset(block),), is_step=True))
+            resets = [Reset(block) for block in blocks if block in lost]
+            requests = [self._reset((reset,), is_step=True) for reset in resets]
             blocks = [block for block in blocks if block not in lost]
             if not blocks:
                 return requests
@@ -186,9 +177,8 @@ class ClientBlocks:
             self._lost_at_end.discard(reset.block)
         requests = [self._reset((r,)) for r in resets if r.block in self.lost]
         others = tuple([reset for reset in resets if reset.block not in self.lost])
-        size = (
-            MAX_ARGUMENT_BLOCKS if any(r.options for r in resets) else len(self.blocks)
-        )
+        has_options = any(r.options for r in resets)
+        size = MAX_ARGUMENT_BLOCKS if has_options else len(self.blocks)
         starts = range(0, len(others), size)
         return requests + [self._reset(others[at : at + size]) for at in starts]
 
@@ -289,11 +279,10 @@ class ClientBlocks:
             del self.in_flight[block]
             self.ended.add(block)
             if not reported and not self.lost and request.part is not None:
-                outcomes.append(self._plain_outcomes[block])  # the usual case
+                outcome = self._plain_outcomes[block]  # the usual case
             else:
-                outcomes.append(
-                    self._outcome(block, request, message, reported.get(block))
-                )
+                outcome = self._outcome(block, request, message, reported.get(block))
+            outcomes.append(outcome)
         answered = None if request.part is None else request
         self._replies.append((outcomes, answered, message.body, message.payload))
         if self.absent or self._reported_absent:
@@ -315,15 +304,13 @@ class ClientBlocks:
             outcome = reported or Outcome(index)
             return outcome._replace(result=bytes(message.payload))
         block = self.blocks[index]
-        rows = range(block.start, block.stop)
         is_reset = request.type is MessageType.RESET
         if index in self.lost and is_reset and not _rows_not_reset(request, block):
             text, has_ended = self.lost.pop(index), index in self._lost_at_end
             self._lost_at_end.discard(index)
             is_whole = has_ended and not (reported and reported.faults)
             if request.is_step and not is_whole:
-                status = Status.SERVER_LOST
-                faults = [Fault(row, status, text) for row in rows]
+                faults = [Fault(row, Status.SERVER_LOST, text) for row in block.rows]
                 # With "next_step", the next step returns the infos of the reset.
                 infos = reported.infos if reported and self._is_next_step else {}
                 return Outcome(index, infos, faults)
@@ -334,10 +321,7 @@ class ClientBlocks:
     ) -> None:
         """End a request with an error for all its blocks that have no reply yet.
 
-        Args:
-          request: The request.
-          error: The error that the caller of the operation gets.
-          uses_seq: Whether the request has used up the seqs of its blocks.
+        With `uses_seq`, the request has used up the seqs of its blocks.
         """
         for block, seq in request.entries:
             if block not in request.answered_blocks:
@@ -376,10 +360,8 @@ class ClientBlocks:
         """Mark all envs as lost, and replace the requests that are in flight.
 
         Steps and resets become RESET requests for the next lease. Calls that were sent
-        fail, because the envs may have executed them.
-
-        Args:
-          error: Error with which lost calls fail; the infos of lost rows show its text.
+        fail with the error, because the envs may have executed them. The infos of lost
+        rows show the error's text.
         """
         self._seqs = [0] * len(self.blocks)  # the next lease counts from 1
         self._reported_absent.clear()
@@ -464,11 +446,7 @@ class ClientBlocks:
         body: Buffer,
         payload: Buffer,
     ) -> None:
-        """Write the rows of a reply to a step or reset.
-
-        Raises:
-          RemoteProtocolError: The reply does not fit the blocks.
-        """
+        """Write the rows of a reply; raise RemoteProtocolError if they do not fit."""
         part, first = request.part, outcomes[0]
         if part is None or len(outcomes) < len(request.entries):
             part = self._parts[tuple([outcome.block for outcome in outcomes])]
@@ -552,4 +530,4 @@ def _rows_not_reset(request: Request, block: Block) -> list[int]:
     (reset_rows,) = [r.env_indices for r in request.resets if r.block == block.index]
     if reset_rows is None:
         return []
-    return [row for row in range(block.start, block.stop) if row not in reset_rows]
+    return [row for row in block.rows if row not in reset_rows]

@@ -76,14 +76,9 @@ class ClientSession:
     ) -> None:
         """Start in state CONNECTING.
 
-        Args:
-          address: Address of the server, for messages.
-          attach: Arguments of the ATTACH.
-          timeouts: Time and memory limits.
-          session: Number of the first session, random in [1, 2**64); the numbers of
-            later sessions are derived from it.
-          now: Monotonic seconds, as in all methods.
-          client_name: Name of the client in the server's log.
+        The number of the first session is random in [1, 2**64); the numbers of later
+        sessions are derived from it. Here and in all methods, `now` is in monotonic
+        seconds. The server's log contains `client_name`.
         """
         self.num_late_messages = 0
         self.requests = requests = Requests(session, now)
@@ -129,12 +124,8 @@ class ClientSession:
     @property
     def num_in_flight(self) -> int:
         """Number of blocks with an operation in flight or an uncollected result."""
-        client_blocks = self.attachment.client_blocks
-        return (
-            len(client_blocks.in_flight) + len(client_blocks.ended)
-            if client_blocks
-            else 0
-        )
+        blocks = self.attachment.client_blocks
+        return 0 if blocks is None else len(blocks.in_flight) + len(blocks.ended)
 
     def stats(self) -> dict[str, int]:
         """Return the session's counters by name."""

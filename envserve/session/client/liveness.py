@@ -110,11 +110,6 @@ class Liveness:
         """Record that a message that requires a reply was sent."""
         self.silent_since = min(self.silent_since, now)
 
-    def record_ping(self, now: float) -> None:
-        """Record that a PING was sent."""
-        self.ping_at = now + PING_SECONDS
-        self.expect_reply(now)
-
     def record_disconnect(self, now: float) -> None:
         """Record that the connection is broken."""
         self.disconnected_since = min(self.disconnected_since, now)

@@ -20,7 +20,7 @@ from typing import Final
 
 from envserve.errors import CallError
 from envserve.lane import Call, Reset
-from envserve.session.client.liveness import Liveness, Timeouts
+from envserve.session.client.liveness import PING_SECONDS, Liveness, Timeouts
 from envserve.spaces import codec
 from envserve.wire.bodies import CallBody
 from envserve.wire.constants import MAX_ARGUMENT_BLOCKS, MAX_ARGUMENT_BYTES, MessageType
@@ -82,9 +82,8 @@ class Request:
       resend_at: Time at which the next copy is sent, in monotonic seconds.
       resend_delay: Seconds from the latest frames to the next copy.
       sent_at: Time at which the original was sent.
-      num_ignored: Number of consecutive times that the server has ignored the request.
-      ignored_since: Time of the PONG that showed the first of these times; infinity if
-        `num_ignored` is 0.
+      ignored_at: For each consecutive time that the server has ignored the request, the
+        time of the PONG that showed it.
       pong_after: A PONG with a number above this one shows whether the latest frames
         were ignored; infinity if a PONG has already shown it.
     """
@@ -104,14 +103,13 @@ class Request:
     resend_at: float = math.inf
     resend_delay: float = _FIRST_RESEND_SECONDS
     sent_at: float = math.inf
-    num_ignored: int = 0
-    ignored_since: float = math.inf
+    ignored_at: tuple[float, ...] = ()
     pong_after: float = math.inf
 
     @property
     def is_ignored(self) -> bool:
         """Whether the request's blocks are absent, because the server ignores it."""
-        return self.num_ignored >= _ABSENT_IGNORED
+        return len(self.ignored_at) >= _ABSENT_IGNORED
 
     @property
     def unanswered_blocks(self) -> list[int]:
@@ -123,7 +121,7 @@ class Request:
         """Return a description of a request that the server does not reply to."""
         operation = f"{self.type.name} of block {self.unanswered_blocks[0]}"
         seconds = now - self.sent_at
-        if not self.num_ignored:
+        if not self.ignored_at:
             return f"the server has not finished {operation} within {seconds:.0f} s"
         attempts = f"{self.attempt + 1} attempts in {seconds:.0f} s"
         return f"the server replies, but ignores {operation}: {attempts}"
@@ -209,12 +207,11 @@ class Requests:
         ):
             return None
         entries = message.entries
-        if entries == request.entries and not request.answered_blocks:
-            return request
+        answered = request.answered_blocks
+        is_whole = entries == request.entries and not answered
         is_part = len(entries) == 1 and entries[0] in request.entries
-        if is_part and entries[0][0] not in request.answered_blocks:
-            return request
-        return None
+        is_new_part = is_part and entries[0][0] not in answered
+        return request if is_whole or is_new_part else None
 
     def record_reply(self, request: Request, message: Message) -> None:
         """Record that a request, or one of its blocks, was answered."""
@@ -249,7 +246,7 @@ class Requests:
     def resend_all(self, now: float) -> None:
         """Resend all requests, because the last connection may have lost them."""
         for request in self.unanswered.values():
-            request.num_ignored, request.ignored_since = 0, math.inf
+            request.ignored_at = ()
             if request.id not in self.outbox:
                 request.resend_delay = _FIRST_RESEND_SECONDS
                 self._send_again(request, now)
@@ -269,26 +266,20 @@ class Requests:
     ) -> list[Request]:
         """Record which requests the server executes, and which ones it ignores.
 
-        Args:
-          number: Number of the PONG, which is that of its PING.
-          running: Indices of the blocks that the PONG lists as running.
-          now: Monotonic seconds.
-
-        Returns:
-          The requests whose blocks have become absent, or are no longer absent.
+        A PONG has the number of its PING, and lists the indices of the running blocks.
+        Return the requests whose blocks have become absent, or are no longer absent.
         """
         changed = []
         for request in self.unanswered.values():
             blocks, was_ignored = request.unanswered_blocks, request.is_ignored
             is_running = [block in running for block in blocks]
             if any(is_running):
-                request.num_ignored, request.ignored_since = 0, math.inf
+                request.ignored_at = ()
                 # The results of blocks that are not running may have been lost.
                 if all(is_running):
                     request.resend_at = now + request.resend_delay
             elif blocks and number > request.pong_after:
-                request.num_ignored += 1
-                request.ignored_since = min(request.ignored_since, now)
+                request.ignored_at += (now,)
                 request.pong_after = math.inf
             if was_ignored != request.is_ignored:
                 changed.append(request)
@@ -297,13 +288,13 @@ class Requests:
     def record_running(self, request: Request, now: float) -> None:
         """Postpone the next copy of a request, because the server executes it."""
         request.resend_at = now + request.resend_delay
-        request.num_ignored, request.ignored_since = 0, math.inf
+        request.ignored_at = ()
 
     def exclude_suspension(self, seconds: float) -> None:
         """Subtract a suspension of this client, in seconds, from the requests' ages."""
         for request in self.unanswered.values():
             request.sent_at += seconds
-            request.num_ignored, request.ignored_since = 0, math.inf
+            request.ignored_at = ()
 
     def stalled(self, timeouts: Timeouts) -> tuple[float, Request | None]:
         """Return the next time at which a request exceeds a limit, and this request.
@@ -314,8 +305,8 @@ class Requests:
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
             deadline = request.sent_at + timeouts.operation_seconds
-            if request.num_ignored >= _LOST_IGNORED:
-                deadline = min(deadline, request.ignored_since + ignored_seconds)
+            if len(request.ignored_at) >= _LOST_IGNORED:
+                deadline = min(deadline, request.ignored_at[0] + ignored_seconds)
             if deadline < first_at:
                 first_at, first = deadline, request
         return first_at, first
@@ -329,7 +320,8 @@ class Requests:
         self._last_id += 1
         self.outbox.pop(_PING_KEY, None)  # the new PING must follow the other frames
         self.outbox[_PING_KEY] = self.pack(MessageType.PING, self._last_id)
-        self.liveness.record_ping(now)
+        self.liveness.ping_at = now + PING_SECONDS
+        self.liveness.expect_reply(now)
 
     def pack(self, type_: MessageType, request: int = 0) -> list[Buffer]:
         """Return the frames of a message of the current lease, without a body."""

@@ -49,11 +49,8 @@ class ResendLimiter:
         of copies is unlimited, because a client whose replies were all lost must not
         wait forever.
         """
-        interval = (
-            _FREQUENT_SECONDS
-            if self.num_copies < _MAX_FREQUENT_COPIES
-            else _RARE_SECONDS
-        )
+        is_rare = self.num_copies >= _MAX_FREQUENT_COPIES
+        interval = _RARE_SECONDS if is_rare else _FREQUENT_SECONDS
         if now < self.sent_at + interval:
             return False
         self.num_copies += 1

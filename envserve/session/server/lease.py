@@ -122,10 +122,8 @@ class ResultCache:
     def add(self, outcomes: MutableMapping[int, Outcome], block: int) -> None:
         """Add the result of a block; discard the oldest results beyond the limit.
 
-        Args:
-          outcomes: Outcomes of the block's request, by block. If the result is
-            discarded later, the block's outcome is replaced with an error.
-          block: Index of the block.
+        If the result is discarded later, an error replaces the block's outcome in
+        `outcomes`, which are those of the block's request.
         """
         self._outcomes[block] = outcomes
         self.num_bytes += len(outcomes[block].result)
@@ -153,6 +151,7 @@ class Lease:
     Attributes:
       epoch: Number of the lease.
       result_cache: Results of calls.
+      max_result_bytes: Length of the longest possible result in bytes.
       num_late_messages: Number of late copies that were ignored.
       answered_blocks: Indices of the blocks that the latest `finish` has answered.
     """
@@ -176,8 +175,9 @@ class Lease:
         self._spec = spec
         self._blocks = tuple(blocks)
         self._rows = rows
-        self._codec = RowCodec(rows)
-        self._parts = BlockParts(self._codec, self._blocks)
+        codec = RowCodec(rows)
+        self.max_result_bytes = codec.max_result_bytes
+        self._parts = BlockParts(codec, self._blocks)
         self._actions = actions
         self._bounds = ActionBounds(spec, rows.action, actions)
         self._settings = settings
@@ -186,11 +186,6 @@ class Lease:
         self._states = [BlockState.IDLE] * len(self._blocks)
         self._requests: list[_BlockRequest | None] = [None] * len(self._blocks)
         self.result_cache = ResultCache(settings.max_buffered_mib << 20)
-
-    @property
-    def max_result_bytes(self) -> int:
-        """Length of the longest possible result in bytes."""
-        return self._codec.max_result_bytes
 
     # Requests of the client.
 
@@ -326,9 +321,7 @@ class Lease:
     ) -> list[Decision]:
         """Return the replies for operations that have ended or become absent.
 
-        Args:
-          outcomes: Outcomes of the operations that have ended.
-          absent: Indices of all blocks in flight whose envs are absent.
+        `absent` contains the indices of all blocks in flight whose envs are absent.
         """
         replies: list[Decision] = []
         states, answered = self._states, self.answered_blocks
@@ -378,7 +371,7 @@ class Lease:
         assert request is not None, "only a block with a request has an outcome"
         if request.outcomes[index].error or request.message.type is MessageType.CALL:
             return ()
-        rows = range(self._blocks[index].start, self._blocks[index].stop)
+        rows = self._blocks[index].rows
         if request.message.type is MessageType.RESET:
             (reset,) = [r for r in request.resets if r.block == index]
             return rows if reset.env_indices is None else reset.env_indices
@@ -474,7 +467,7 @@ class Lease:
 def read_resets(message: Message, blocks: Sequence[Block]) -> list[Reset]:
     """Return the resets of a RESET; raise RemoteProtocolError if it is malformed."""
     reset_blocks = [blocks[index] for index, _ in message.entries]
-    num_rows = sum(block.stop - block.start for block in reset_blocks)
+    num_rows = sum(len(block.rows) for block in reset_blocks)
     limit = RESET_BYTES + RESET_ROW_BYTES * num_rows
     body = ResetBody(resets=())
     if len(message.body) <= limit + MAX_OPTIONS_BYTES:
@@ -516,7 +509,7 @@ def read_calls(message: Message, blocks: Sequence[Block]) -> list[Call]:
     calls: list[Call] = []
     num_bytes = 0
     for (index, _), (rows, raw) in zip(message.entries, body.calls, strict=True):
-        allowed = range(blocks[index].start, blocks[index].stop)
+        allowed = blocks[index].rows
         if not rows or len({*rows}) < len(rows) or not {*rows} <= {*allowed}:
             raise RemoteProtocolError(f"expected distinct rows in {allowed}")
         arguments = bytes(raw)

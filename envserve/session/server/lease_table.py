@@ -36,12 +36,7 @@ from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.text import LogThrottle, counted, one_line
 from envserve.wire.bodies import Attach, Granted
-from envserve.wire.constants import (
-    MAX_ENTRIES,
-    MAX_NAMES,
-    MAX_RESULT_BYTES,
-    ErrorCode,
-)
+from envserve.wire.constants import MAX_ENTRIES, MAX_NAMES, MAX_RESULT_BYTES, ErrorCode
 from envserve.wire.error_body import ErrorBody
 from envserve.wire.handshake import Welcome
 from envserve.wire.message import Message
@@ -240,11 +235,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Log a rejection, and return its event for the audit log.
 
         At most one rejection per second is logged for each error code.
-
-        Args:
-          rejection: The rejection.
-          user: Name of the rejected user.
-          now: Monotonic seconds.
         """
         more = self._rejection_throttle.admit(rejection.body.code, now)
         if more is not None:
@@ -266,9 +256,15 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         client = self._client_names[user].get(number, "unnamed")
         if user:
             client = f"{user} ({client})"
+        usage = Usage.requested_by(attach, quota.settings)
         try:
             self._check_allowed(quota, attach)
-            self._check_capacity(quota, attach, client, now)
+            # A key's limit may be lower than the server's. Waiting cannot help then.
+            max_grantable = min(self._settings.total_envs, usage.envs)
+            if usage.envs > self.num_free_envs and quota.limits.envs >= max_grantable:
+                raise self._busy_rejection(attach, user, client, now)
+            quota.check_usage(usage, self._usages())
+            self._quotas.count_attach(quota, now)
         except Rejection as rejection:
             rejection.requested = attach.env_name, attach.num_envs
             raise
@@ -278,7 +274,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             session=session,
             number=self._num_leases,
             settings=quota.settings,
-            usage=Usage.requested_by(attach, quota.settings),
+            usage=usage,
             attach=attach,
             attach_body=message.body,
             request=message,
@@ -297,9 +293,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             settings = record.settings
             if settings.max_row_mib is not None:
                 used = sum(r.row_mib for r in self.values() if r.user == record.user)
-                settings = replace(
-                    settings, max_row_mib=max(0, settings.max_row_mib - used)
-                )
+                remaining = max(0, settings.max_row_mib - used)
+                settings = replace(settings, max_row_mib=remaining)
             # If row memory is limited, build the envs of only one lease per user at a
             # time, because the size of the rows is not known before the build.
             max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
@@ -337,24 +332,16 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         except WrapperError as error:
             raise Rejection(ErrorCode.BAD_WRAPPER, str(error)) from None
 
-    def _check_capacity(
-        self, quota: Quota, attach: Attach, client: str, now: float
-    ) -> None:
-        """Raise Rejection if too few envs are free, or the user's quota is used up.
+    def _busy_rejection(
+        self, attach: Attach, user: str, client: str, now: float
+    ) -> Rejection:
+        """Return the rejection of an ATTACH that requests more envs than are free.
 
-        About the leases of other users, the error states only the total number of envs.
+        About the leases of other users, it states only the total number of envs.
         """
         free = self.num_free_envs
-        # A key's limit may be lower than the server's. Waiting cannot help then.
-        max_grantable = min(self._settings.total_envs, attach.num_hosted)
-        if attach.num_hosted <= free or quota.limits.envs < max_grantable:
-            requested = Usage.requested_by(attach, quota.settings)
-            quota.check_usage(requested, self._usages())
-            self._quotas.count_attach(quota, now)
-            return
         spares = ", half of them spares" if attach.spare_envs else ""
         largest_first = sorted(self.values(), key=lambda r: -r.attach.num_hosted)
-        user = quota.user
         visible = [
             r for r in largest_first if r.user == user and (user or r.client == client)
         ]
@@ -370,7 +357,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         if visible and largest_first[0] is visible[0]:
             holder = visible[0].client
             held_ms = int(1000 * (now - visible[0].attached_at))
-        raise Rejection(
+        return Rejection(
             ErrorCode.ENVS_BUSY,
             f"{counted(attach.num_hosted, 'env')} requested{spares}, {free} of "
             f"{self._settings.total_envs} free (leased: {'; '.join(parts) or 'none'}); "
@@ -385,12 +372,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         self, record: LeaseRecord, spec: EnvSpec, blocks: Sequence[Block], rows: Rows
     ) -> None:
         """Grant a lease whose envs are built, unless its messages are too large.
-
-        Args:
-          record: The lease.
-          spec: Spaces of its envs.
-          blocks: Blocks of its pool.
-          rows: Rows of its pool.
 
         Raises:
           Rejection: The messages of the lease would be too large.
@@ -430,9 +411,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def close(self, record: LeaseRecord, reason: ErrorBody | None) -> list[Decision]:
         """Start to close a lease; its client is notified when the workers have exited.
 
-        Args:
-          record: The lease; nothing happens if it is already CLOSING.
-          reason: Reason to send to the client; None after its DETACH.
+        Nothing happens if the lease is CLOSING. After a DETACH, `reason` is None.
         """
         if record.state is LeaseState.CLOSING:
             return []
@@ -457,10 +436,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             if record.user in users and record.reason != reason:  # not notified yet
                 # Notify the client now, because its connection will be closed before
                 # the workers have exited.
-                decisions.append(
-                    self._reply_builder.session_ended(record.request, reason)
-                )
-                decisions += self.close(record, reason)
+                reply = self._reply_builder.session_ended(record.request, reason)
+                decisions += [reply, *self.close(record, reason)]
                 self.unnotified.discard(record.session)
                 _LOGGER.warning("%s, ended: its key was removed or has expired", record)
         return decisions

@@ -24,13 +24,12 @@ _ALWAYS_EXPOSED: Final = {
     "render": frozenset({"call"}),
     "render_mode": frozenset({"call", "get"}),
     "metadata": frozenset({"call", "get"}),
-    **dict.fromkeys(
-        (
-            *("action_space", "np_random", "np_random_seed", "observation_space"),
-            *("spec", "wrapper_names"),
-        ),
-        frozenset({"get"}),
-    ),
+    "action_space": frozenset({"get"}),
+    "np_random": frozenset({"get"}),
+    "np_random_seed": frozenset({"get"}),
+    "observation_space": frozenset({"get"}),
+    "spec": frozenset({"get"}),
+    "wrapper_names": frozenset({"get"}),
 }
 
 
@@ -88,32 +87,28 @@ def check_kwargs(rules: Collection[KwargRule], kwargs: Mapping[str, Any]) -> Non
 def _matches(rule: str, value: Any) -> bool:
     """Return whether a value matches a rule (without the name), like "int[0,9]"."""
     kind, _, bounds = rule.partition("[")
+    if isinstance(value, bool):  # although a bool is an int, it is no number here
+        return kind in ("", "bool", "any")
     if kind == "any":
-        return True
-    if isinstance(value, bool) and kind in ("", "bool"):
         return True
     if kind in ("", "int", "float"):
         types = int if kind == "int" else (int, float)
         low, high = (bounds[:-1] or "-inf,inf").split(",")
-        is_number = isinstance(value, types) and not isinstance(value, bool)
+        is_number = isinstance(value, types)
         return is_number and (not bounds or float(low) <= value <= float(high))
-    is_choice = isinstance(value, str | int) and not isinstance(value, bool)
-    return kind != "bool" and is_choice and str(value) in rule.split("|")
+    is_choice = kind != "bool" and isinstance(value, str | int)
+    return is_choice and str(value) in rule.split("|")
 
 
 def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None:
-    """Raise Rejection unless clients may access an attribute of an env.
+    """Raise Rejection unless clients may get, set or call an attribute of an env.
 
-    Args:
-      host: Settings of the server, restricted to the client's key.
-      kind: Kind of access: "get", "set" or "call".
-      name: Name of the attribute.
-      env_index: Row of the env, for the error.
+    `host` contains the server's settings, restricted to the client's key. The error
+    names the row `env_index`.
     """
-    is_exposed = f"{kind}:{name}" in _expand_kinds(host.exposed)
-    if _ATTRIBUTE_NAME.fullmatch(name) and (
-        is_exposed or kind in _ALWAYS_EXPOSED.get(name, ())
-    ):
+    is_exposed = kind in _ALWAYS_EXPOSED.get(name, ())
+    is_exposed |= f"{kind}:{name}" in _expand_kinds(host.exposed)
+    if is_exposed and _ATTRIBUTE_NAME.fullmatch(name):
         return
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
     raise Rejection(

@@ -84,12 +84,7 @@ class Quota:
         return Usage(*(min(a, b or a) for a, b in zip(limits, grant, strict=True)))
 
     def _source_of(self, unit: str, limit: int) -> str:
-        """Return the name of the setting that defines a limit, for an error message.
-
-        Args:
-          unit: Name of a field of `Usage`.
-          limit: The user's limit for this field.
-        """
+        """Return the name of the setting that defines the limit of a `Usage` field."""
         if getattr(self.grant, f"max_{unit}", None) == limit:
             return f"max-{unit}= of {self.user} in the server's clients file"
         return f"{_option_of(unit)} of `envserve start`"
@@ -116,9 +111,7 @@ class Quota:
     def check_usage(self, requested: Usage, held: Iterable[tuple[str, Usage]]) -> None:
         """Raise OverQuota if a request exceeds a limit of the user or the server.
 
-        Args:
-          requested: Usage of the requested lease.
-          held: User and usage of each existing lease.
+        `held` contains the user and usage of each existing lease.
         """
         columns = zip(
             Usage._fields, requested, *self._limits_and_use(held), strict=True
@@ -150,10 +143,8 @@ class Quota:
     def num_free_envs(self, held: Iterable[tuple[str, Usage]]) -> int:
         """Return the number of envs that the user can lease now.
 
-        It is 0 if the user may use no further process or lease.
-
-        Args:
-          held: User and usage of each existing lease.
+        It is 0 if the user may use no further process or lease. `held` contains the
+        user and usage of each existing lease.
         """
         columns = zip(*self._limits_and_use(held), strict=True)
         free = Usage(
@@ -197,10 +188,8 @@ class Quotas:
     ) -> None:
         """Create the quotas of a server.
 
-        Args:
-          host: Settings of the server.
-          grant_of: Returns the grant of a user's key, or None if the key is no longer
-            valid. If the server uses no keys, `grant_of` itself is None.
+        `grant_of` returns the grant of a user's key, or None if the key is no longer
+        valid. If the server uses no keys, `grant_of` itself is None.
         """
         self._host = host
         self._grant_of = grant_of

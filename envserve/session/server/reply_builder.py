@@ -29,12 +29,7 @@ class ReplyBuilder:
     """
 
     def __init__(self, boot: int, *, shows_paths: bool = False) -> None:
-        """Create a builder.
-
-        Args:
-          boot: Boot id of the server.
-          shows_paths: Whether error texts for clients may contain file paths.
-        """
+        """Create a builder; with `shows_paths`, errors may contain file paths."""
         self._boot = boot
         self.refusals: Counter[str] = Counter()
         self._shows_paths = shows_paths
@@ -107,19 +102,15 @@ class ReplyBuilder:
     def fenced(self, request: Message, event: str) -> Reply:
         """Return the ERROR for a request with an outdated boot id or epoch.
 
-        Args:
-          request: The request.
-          event: Event before which the request was sent, such as "server was started".
+        It was sent before an event, such as "server was started".
         """
         text = f"this request was sent before the {event}; attach again"
         return self.rejection(request, ErrorCode.FENCED, text)
 
     def session_ended(self, request: Message, reason: ErrorBody | None) -> Reply:
-        """Return the reply to a message of an ended session.
+        """Return the reply to a request of a session that has ended.
 
-        Args:
-          request: Request of the session.
-          reason: Reason why the session has ended; None after a DETACH.
+        `reason` is None after a DETACH.
         """
         concerns_session = request.type in (MessageType.DETACH, MessageType.ATTACH)
         if reason is not None:

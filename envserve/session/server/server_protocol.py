@@ -103,11 +103,7 @@ class ServerProtocol:
     ) -> None:
         """Create the protocol state of a server that has no sessions yet.
 
-        Args:
-          settings: Settings of the server.
-          env_names: Names of the envs that clients can request.
-          boot: Random number in [1, 2**64).
-          grant_of: Function that returns the grant of a user's key; see `Quotas`.
+        `boot` is a random number in [1, 2**64). For `grant_of`, see `Quotas`.
         """
         self.boot = boot
         self.num_dropped_messages = 0
@@ -146,9 +142,7 @@ class ServerProtocol:
             if header is None:
                 self.num_dropped_messages += 1
                 return []
-            return [
-                self._reply_builder.rejection(header, ErrorCode.BAD_MESSAGE, str(error))
-            ]
+            return self.reject(header, error, now)
         message.peer = peer
         try:
             # This is the fast path, for operations of a granted lease.
@@ -172,16 +166,11 @@ class ServerProtocol:
         self, request: Message, error: Rejection | RemoteProtocolError, now: float
     ) -> list[Decision]:
         """Reply to a rejected or malformed request with an ERROR."""
+        builder = self._reply_builder
         if isinstance(error, RemoteProtocolError):
-            return [
-                self._reply_builder.rejection(
-                    request, ErrorCode.BAD_MESSAGE, str(error)
-                )
-            ]
-        return [
-            self.leases.audit_rejection(error, request.peer[-1], now),
-            self._reply_builder.error(request, error.body),
-        ]
+            return [builder.rejection(request, ErrorCode.BAD_MESSAGE, str(error))]
+        audit = self.leases.audit_rejection(error, request.peer[-1], now)
+        return [audit, builder.error(request, error.body)]
 
     def reply(
         self, request: Message, body: bytes = b"", payload: bytes = b""
@@ -285,11 +274,6 @@ class ServerProtocol:
         including the operator of the server, can observe all leases. If a user sends
         too many FRAME requests, return an empty list; the client then resends its
         request.
-
-        Raises:
-          Rejection: The key is no longer valid, or the lease is not visible to the
-            user.
-          RemoteProtocolError: The message is malformed.
         """
         user = request.peer[-1]
         self.quotas.of(user)  # raises unless the key is still valid
@@ -299,9 +283,8 @@ class ServerProtocol:
         if due_at >= now + 1.0:
             return []
         frame_request = FrameRequest.decode(request.body)
-        self._next_frame_due[user] = due_at + (
-            _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
-        )
+        seconds = _RECORD_SECONDS if frame_request.record else _FRAME_SECONDS
+        self._next_frame_due[user] = due_at + seconds
         for record in self.leases.visible_to(user):
             if record.number == frame_request.lease:
                 return [ReplyFrame(request, record.session, frame_request)]
@@ -374,15 +357,7 @@ class ServerProtocol:
         rows: Rows,
         now: float,
     ) -> list[Decision]:
-        """Grant a lease whose envs are built.
-
-        Args:
-          session_id: Session of the lease.
-          spec: Spaces of the envs.
-          blocks: Blocks of the pool.
-          rows: Rows of the pool.
-          now: Monotonic seconds.
-        """
+        """Grant a lease whose envs are built, with the blocks and rows of its pool."""
         record = self.leases[session_id]
         if record.state is not LeaseState.BUILDING:
             return []
@@ -469,8 +444,7 @@ class ServerProtocol:
     def begin_drain(self, grace_seconds: float) -> list[Decision]:
         """Stop granting leases; end each lease once all its envs have ended an episode.
 
-        Args:
-          grace_seconds: Seconds until the event loop calls `stop`; sent to the clients.
+        Notify the clients that the event loop will call `stop` in `grace_seconds`.
         """
         self.leases.is_ending = True
         body = Drain(grace_ms=int(1000 * grace_seconds)).encode()
@@ -486,9 +460,8 @@ class ServerProtocol:
                     epoch=record.number,
                     peer=record.request.peer,
                 )
-                decisions.append(
-                    self._reply_builder.reply(header, MessageType.DRAIN, body)
-                )
+                reply = self._reply_builder.reply(header, MessageType.DRAIN, body)
+                decisions.append(reply)
         if count := len(self.leases):
             _LOGGER.info("draining; leases: %d, grace: %g s", count, grace_seconds)
         return decisions
@@ -496,9 +469,8 @@ class ServerProtocol:
     def stop(self, now: float, why: str = "") -> list[Decision]:
         """End all sessions before the server stops.
 
-        Args:
-          now: Monotonic seconds.
-          why: Reason for ending a drain early, sent to the clients; "" without a drain.
+        Send `why`, the reason for ending a drain early, to the clients; "" without a
+        drain.
         """
         text = f"the server was drained: {why}" if why else "the server was stopped"
         leases, decisions = self.leases, list[Decision]()
