@@ -7,11 +7,12 @@ folder or a GPU that no other env uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 #: A placeholder, such as `{row}`, or an escaped one, such as `{{row}}`.
 _PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
@@ -48,12 +49,11 @@ class EnvContext:
             return type(value)(map(self.fill, value))
         return value
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        """Make `env_context` return this object in the current thread."""
+    def run(self, build: Callable[[], T]) -> T:
+        """Call a function while `env_context` returns this object in this thread."""
         token = _context.set(self)
         try:
-            yield
+            return build()
         finally:
             _context.reset(token)
 

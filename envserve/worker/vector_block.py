@@ -434,8 +434,9 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
     # Envs may change their arguments, but each env gets the original ones.
     mode, kwargs = "vector_entry_point", context.fill(copy.deepcopy(config.env_kwargs))
     prepare_rendering(kwargs)
-    with context.activate():
-        return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+    return context.run(
+        lambda: gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+    )
 
 
 def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
