@@ -17,7 +17,8 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 import gymnasium
@@ -29,6 +30,8 @@ from envserve.envs import registry, user_envs
 _MAX_ELEMENTS: Final = 2000
 #: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
+#: Types whose objects refer to no generator, and do not count as elements or objects.
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, CodeType})
 _NUMPY: Final = (
     np.random.Generator,
     np.random.BitGenerator,
@@ -56,23 +59,23 @@ def seed_global_generators(
         registry.preload(env_name)
     torch: Any = sys.modules.get("torch")
     torch_kind = getattr(torch, "Generator", None)
-    if not isinstance(torch_kind, type):  # torch is not loaded, or it is a mock
-        torch_kind = random.Random
+    has_torch = isinstance(torch_kind, type)  # False if torch is a mock
     sequence = np.random.SeedSequence(seed)
     for value in _objects_of(registry.user_modules(env_name), functions):
         kind = type(value)  # `isinstance` would make a lazy proxy load its object
-        if not issubclass(kind, (*_NUMPY, random.Random, torch_kind)):
+        is_torch = has_torch and issubclass(kind, torch_kind)
+        if not (is_torch or issubclass(kind, (*_NUMPY, random.Random))):
             continue
         (child,) = sequence.spawn(1)
-        if issubclass(kind, _NUMPY):
-            _seed_numpy(value, child)
-        else:
-            is_random = issubclass(kind, random.Random)
-            set_seed = value.seed if is_random else value.manual_seed
-            set_seed(int(child.generate_state(1)[0]))
+        with contextlib.suppress(Exception):  # the user's class may reject seeds
+            if issubclass(kind, _NUMPY):
+                _seed_numpy(value, child)
+            else:
+                set_seed = value.manual_seed if is_torch else value.seed
+                set_seed(int(child.generate_state(1)[0]))
     random.seed(seed)
     np.random.seed(seed)
-    if hasattr(torch, "manual_seed"):
+    if has_torch and hasattr(torch, "manual_seed"):
         torch.manual_seed(seed)
 
 
@@ -82,7 +85,9 @@ def _objects_of(
     """Yield the objects to which modules and functions refer, in a constant order."""
     names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
-    queue = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
+    queue = deque[Any](
+        chain(*(modules[name].values() for name in sorted(modules)), functions)
+    )
     seen = set[int]()
     while queue and len(seen) < _MAX_OBJECTS:
         value = queue.popleft()
@@ -100,7 +105,7 @@ def _objects_of(
             or (is_standard and not issubclass(kind, ModuleType))
             or issubclass(kind, gymnasium.Space)
         ):
-            parts = gc.get_referents(value)
+            parts = [p for p in gc.get_referents(value) if type(p) not in _PLAIN]
             queue += parts if len(parts) <= _MAX_ELEMENTS else ()
 
 

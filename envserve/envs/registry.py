@@ -386,21 +386,24 @@ def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
     """Return a dict from names of the user's loaded modules to their globals.
 
     These are the modules that `import_env_modules` has imported, the module that
-    defines the env, and the modules of their packages. If one of these modules belongs
-    to no package, all modules in its folder are included, too.
+    defines the env, and the modules of their packages. Further modules in the folders
+    that contain these modules and packages are included, unless they are installed.
     """
     names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
     names.add(user_envs.module_of(env_name))
     packages = {item.partition(".")[0] for item in names} - _LIBRARIES
-    files = (getattr(sys.modules.get(item), "__file__", None) for item in packages)
-    single_files = (item for item in files if item and "__init__" not in item)
-    folders = tuple(f"{os.path.dirname(item)}{os.sep}" for item in single_files)
+    loaded = user_envs.loaded_modules() if packages else {}
+    folders = tuple(
+        f"{os.path.dirname(file.removesuffix('/__init__.py'))}{os.sep}"
+        for file in (loaded[item][0] for item in packages & loaded.keys())
+        if file
+    )
     modules: dict[str, dict[str, Any]] = {}
-    for name, module in sys.modules.copy().items() if packages else ():
-        package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        is_in_folder = file.startswith(folders) and "site-packages" not in file
+    for name, (file, attributes) in loaded.items():
+        package = name.partition(".")[0]
+        is_in_folder = file.startswith(folders) and "-packages/" not in file
         if package in packages or (is_in_folder and package not in _LIBRARIES):
-            modules[name] = vars(module)
+            modules[name] = attributes
     return modules
 
 

@@ -167,6 +167,22 @@ def module_of(name: str) -> str:
     return name.partition(":")[0] if is_importable(name) else ""
 
 
+def loaded_modules() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the file and the globals of each loaded module; the file may be "".
+
+    This function runs no code of the modules: `sys.modules` may contain mocks of
+    missing packages, whose attributes have any type or raise, and lazy modules, which
+    are imported when an attribute is read.
+    """
+    modules: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name, module in sys.modules.copy().items():
+        with contextlib.suppress(AttributeError):  # None, or an object without a dict
+            attributes = object.__getattribute__(module, "__dict__")
+            file = attributes.get("__file__")
+            modules[name] = file if isinstance(file, str) else "", attributes
+    return modules
+
+
 @contextlib.contextmanager
 def sibling_imports(file: str) -> Iterator[None]:
     """Let a user's file, executed in this context, import modules in its folder.
