@@ -19,7 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, Final, Self
 
 import gymnasium
@@ -278,14 +278,20 @@ def _code_in_file(filename: str, *arguments: Any) -> CodeType:
 
 
 def _pickle_loaded_files_by_value() -> None:
-    """Let `_pickle` include code of files that `ppo` has loaded, such as callbacks.
+    """Let `_pickle` include the code of modules that workers cannot import.
 
-    Their modules are named after the paths, so workers cannot import them.
+    The modules of files that `ppo` has loaded, such as callbacks, are named after their
+    paths. See also `is_loaded_by_path`.
     """
-    for module in [module for name, module in sys.modules.items() if "/" in name]:
-        import cloudpickle
+    for name, module in sys.modules.copy().items():
+        if (
+            issubclass(type(module), ModuleType)  # `isinstance` runs code of a proxy
+            and user_envs.globals_of(module).get("__name__") == name != "__main__"
+            and user_envs.is_loaded_by_path(name)
+        ):
+            import cloudpickle
 
-        cloudpickle.register_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
 
 
 @functools.cache

@@ -392,18 +392,18 @@ def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
     names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
     names.add(user_envs.module_of(env_name))
     packages = {item.partition(".")[0] for item in names} - _LIBRARIES
-    loaded = user_envs.loaded_modules() if packages else {}
+    files = (user_envs.file_of(sys.modules.get(item)) for item in packages)
     folders = tuple(
-        f"{os.path.dirname(file.removesuffix('/__init__.py'))}{os.sep}"
-        for file in (loaded[item][0] for item in packages & loaded.keys())
-        if file
+        f"{os.path.dirname(item.removesuffix('/__init__.py'))}{os.sep}"
+        for item in files
+        if item
     )
     modules: dict[str, dict[str, Any]] = {}
-    for name, (file, attributes) in loaded.items():
-        package = name.partition(".")[0]
+    for name, module in sys.modules.copy().items() if packages else ():
+        package, file = name.partition(".")[0], user_envs.file_of(module)
         is_in_folder = file.startswith(folders) and "-packages/" not in file
         if package in packages or (is_in_folder and package not in _LIBRARIES):
-            modules[name] = attributes
+            modules[name] = user_envs.globals_of(module)
     return modules
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 from envserve.errors import EnvStartError, UnknownEnv
@@ -96,12 +98,23 @@ def env_name_of(env: object) -> str:
 
 
 def name_of_code(code: Any) -> str:
-    """Return "module:name" of a class or function; "module:name(...)" of a partial."""
-    end = "" if hasattr(code, "__qualname__") else "(...)"
-    while isinstance(code, functools.partial):
-        code = code.func
-    owner = code if hasattr(code, "__qualname__") else type(code)
-    return f"{owner.__module__}:{owner.__qualname__}{end}"
+    """Return "module:name" of a class or function.
+
+    If the module has no such object of this name, return "module:name(...)": for a
+    partial, for example, or a class that `type` or `exec` has created.
+    """
+    named = code
+    while isinstance(named, functools.partial):
+        named = named.func
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
+    name = f"{named.__module__}:{named.__qualname__}"
+    found: Any = sys.modules.get(named.__module__)
+    for part in named.__qualname__.split("."):
+        found = getattr(found, part, None)
+    is_method = isinstance(found, MethodType) and found == code
+    is_in_script = named is code and not is_importable(name)
+    return name if found is code or is_method or is_in_script else f"{name}(...)"
 
 
 def is_importable(name: str) -> bool:
@@ -109,7 +122,30 @@ def is_importable(name: str) -> bool:
     # The names of lambdas and local functions contain "<"; those of partials, "(". The
     # modules of files that `ppo` has loaded are named after their paths.
     module = name.rpartition(":")[0]
-    return not (module == "__main__" or "/" in module or {*"<("} & {*name})
+    if module == "__main__" or "/" in module or {*"<("} & {*name}:
+        return False
+    return not is_loaded_by_path(module)
+
+
+def is_loaded_by_path(name: str) -> bool:
+    """Return whether this process has loaded a file as a module that imports miss.
+
+    Examples are modules of plugin systems, test modules that pytest loads with
+    `--import-mode=importlib`, and the script in a process that multiprocessing has
+    spawned (`__mp_main__`).
+    """
+    file, package = file_of(sys.modules.get(name)), name.partition(".")[0]
+    is_installed = "-packages/" in file or package in sys.stdlib_module_names
+    if is_installed or not file.endswith(".py"):
+        return False
+    folders = None
+    for part in itertools.accumulate(name.split("."), "{}.{}".format):
+        specs = (finder.find_spec(part, folders) for finder in sys.meta_path)
+        if (spec := next(filter(None, specs), None)) is None:
+            return True
+        if (folders := spec.submodule_search_locations) is None:
+            break  # not a package, so the import of this module adds the others
+    return False
 
 
 def name_and_imports(
@@ -167,20 +203,23 @@ def module_of(name: str) -> str:
     return name.partition(":")[0] if is_importable(name) else ""
 
 
-def loaded_modules() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the file and the globals of each loaded module; the file may be "".
+def globals_of(module: object) -> dict[str, Any]:
+    """Return the globals of a module, without running code of the module.
 
-    This function runs no code of the modules: `sys.modules` may contain mocks of
-    missing packages, whose attributes have any type or raise, and lazy modules, which
-    are imported when an attribute is read.
+    `sys.modules` may contain mocks of missing packages, whose attributes have any type
+    or raise, and lazy modules, which are imported when an attribute is read.
     """
-    modules: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name, module in sys.modules.copy().items():
-        with contextlib.suppress(AttributeError):  # None, or an object without a dict
-            attributes = object.__getattribute__(module, "__dict__")
-            file = attributes.get("__file__")
-            modules[name] = file if isinstance(file, str) else "", attributes
-    return modules
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # None, or an object without a dict
+        return {}
+    return attributes
+
+
+def file_of(module: object) -> str:
+    """Return the file of a module; "" if it has none. See `globals_of`."""
+    file = globals_of(module).get("__file__")
+    return file if isinstance(file, str) else ""
 
 
 @contextlib.contextmanager

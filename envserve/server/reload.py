@@ -24,7 +24,7 @@ from typing import Any, Final
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs.registry import import_env_modules, offered_names, preload
-from envserve.envs.user_envs import loaded_modules
+from envserve.envs.user_envs import file_of
 from envserve.errors import EnvStartError
 from envserve.python_process import stop_signals
 from envserve.settings import HostSettings
@@ -182,9 +182,9 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
     except Exception as error:
         send((str(error) or repr(error), []))
     else:
-        modules = loaded_modules()
-        files = {file for name, (file, _) in modules.items() if name not in loaded}
-        send(("", [f for f in files if f and not f.startswith(_INSTALLED)]))
+        modules = (m for name, m in [*sys.modules.items()] if name not in loaded)
+        files = filter(None, map(file_of, modules))
+        send(("", [f for f in files if not f.startswith(_INSTALLED)]))
     return 0
 
 

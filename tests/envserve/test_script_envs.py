@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from gymnasium.wrappers import (
 import envserve
 from envserve.client import BatchEnv
 from envserve.envs.pickled_code import UserCode
+from envserve.envs.user_envs import name_and_imports
 from envserve.errors import EnvserveError, EnvStartError, UnknownEnv, WrapperError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
@@ -259,6 +261,58 @@ def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
         assert envs.reset()[1]["number"].tolist() == [0, 0]
     with pytest.raises(EnvStartError, match=registered):
         envserve.make_vec(registered)
+
+
+PLUGIN = """
+import random
+import gymnasium, numpy as np
+
+RANDOM = random.Random(3)
+
+class Plugin(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([RANDOM.random()]), {}
+"""
+
+
+@pytest.mark.parametrize("name", ["plugin_env", "plugins.env", "tests.plugin_env"])
+def test_a_module_that_imports_do_not_find_is_pickled(
+    name: str, tmp_path: Path, registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plugin.py"
+    path.write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    gymnasium.register(registered, module.Plugin)
+    make: Any = lambda: module.Plugin()  # noqa: E731
+    for env in (module.Plugin, registered, [make, make]):
+        with contextlib.closing(envserve.make_vec(env, 2, num_workers=2)) as envs:
+            assert len({*envs.reset()[0][:, 0].tolist()}) == 2
+    with pytest.raises(UnknownEnv, match="'Plugin' of this script"):
+        envserve.make(module.Plugin, "127.0.0.1")
+    with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
+        envs.reset()
+
+
+def executed() -> Any:
+    namespace: dict[str, Any] = {"Numbered": Numbered}
+    exec("class Executed(Numbered): pass", namespace)
+    return namespace["Executed"]
+
+
+@pytest.mark.parametrize("env", [executed(), type("Made", (Numbered,), {})])
+def test_a_class_that_its_module_does_not_contain_is_pickled(env: Any) -> None:
+    reference, _ = UserCode.of(env)
+    assert name_and_imports(reference) == (reference, ())
+    with contextlib.closing(envserve.make_vec(env, 1)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [0]
 
 
 @pytest.mark.parametrize("make", [envserve.make, envserve.make_vec])
@@ -521,7 +575,7 @@ def test_servers_take_wrappers_by_name_only() -> None:
 
 
 SCRIPT = """
-import gymnasium, numpy as np, envserve
+import multiprocessing, gymnasium, numpy as np, envserve
 import sibling
 
 GENERATOR = np.random.default_rng(0)
@@ -545,6 +599,10 @@ class Mine(gymnasium.Env):
 def make(number):
     return lambda: Mine(number)
 
+def use_mine():
+    for env in (Mine, [make(0)], "Mine-v0"):
+        envserve.make_vec(env, num_workers=1).close()
+
 gymnasium.register("Mine-v0", lambda: Mine(9), max_episode_steps=1)
 gymnasium.register("Named-v0", "__main__:Mine", kwargs={"number": 8})
 
@@ -566,6 +624,10 @@ if __name__ == "__main__":
     assert one.reset()[1] == {"number": 0}
     one.close()
     envserve.make_vec([lambda: gymnasium.make("Sibling-v0")]).close()
+    process = multiprocessing.get_context("spawn").Process(target=use_mine)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 """
 SIBLING = """
 import gymnasium
