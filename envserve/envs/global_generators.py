@@ -5,7 +5,7 @@ imported would draw the same numbers in all workers. Therefore, each worker seed
 global generators of `random`, NumPy and PyTorch, and every generator that it can reach
 from the globals of the user's modules and functions: through default arguments,
 closures, the user's classes and functions, and objects whose class belongs to the user
-or to the standard library.
+or to the standard library. All modules that are not installed belong to the user.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -80,15 +80,23 @@ def seed_global_generators(
 
 
 def _objects_of(
-    modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
+    groups: Iterable[dict[str, registry.Globals]],
+    functions: Sequence[Callable[..., Any]],
 ) -> Iterator[Any]:
-    """Yield the objects to which modules and functions refer, in a constant order."""
-    names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
+    """Yield the objects to which functions and modules refer, in a constant order."""
+    names = [*chain(*groups), *map(user_envs.name_of_code, functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
-    queue = deque[Any](
-        chain(*(modules[name].values() for name in sorted(modules)), functions)
-    )
     seen = set[int]()
+    for modules in groups:
+        roots = (modules[name].values() for name in sorted(modules))
+        yield from _referents(chain(functions, *roots), packages, seen)
+
+
+def _referents(
+    roots: Iterable[Any], packages: Collection[str], seen: set[int]
+) -> Iterator[Any]:
+    """Yield objects and the objects to which they refer; add their ids to `seen`."""
+    queue = deque(roots)
     while queue and len(seen) < _MAX_OBJECTS:
         value = queue.popleft()
         if id(value) in seen:

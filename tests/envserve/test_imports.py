@@ -161,17 +161,19 @@ def test_workers_draw_different_numbers_that_depend_on_the_seed_only(
         assert len({*column}) == 8, f"{name}: {column}"
 
 
-def test_generators_in_a_file_beside_a_package_are_seeded(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("package_file", ["__init__.py", "other.py"])
+def test_generators_in_other_folders_of_a_project_are_seeded(
+    package_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (folder / "draw_package").mkdir()
-    (folder / "draw_package" / "__init__.py").touch()
+    for name in ("draw_package", "noise_package"):
+        (folder / name).mkdir()
+        (folder / name / package_file).touch()
     (folder / "draw_package" / "envs.py").write_text(
-        "from draw_base import Draw\nfrom noise_beside import noise\n"
-        "class E(Draw):\n    def draw(self): return noise()"
+        "from draw_base import Draw\nfrom noise_package.noise import draw\n"
+        "class E(Draw):\n    def draw(self): return draw()"
     )
-    (folder / "noise_beside.py").write_text(
-        "import random\nRNG = random.Random(3)\ndef noise(): return RNG.random()"
+    (folder / "noise_package" / "noise.py").write_text(
+        "import random\nRNG = random.Random(3)\ndef draw(): return RNG.random()"
     )
     monkeypatch.syspath_prepend(str(folder))
     with BatchEnv.local("draw_package.envs:E", 2, 2) as batch:

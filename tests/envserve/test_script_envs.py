@@ -589,7 +589,7 @@ class Mine(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return np.float32([self.draw]), {"number": self.number}
+        return np.float32([self.draw]), {"number": self.number, "draw": sibling.draw()}
 
     def step(self, action):
         if action == 2:
@@ -610,6 +610,7 @@ if __name__ == "__main__":
     envs = envserve.make_vec([make(number) for number in range(4)], num_workers=2)
     observation, info = envs.reset()
     assert len({*observation[:, 0].tolist()}) == 4, observation
+    assert len({*info["draw"].tolist()}) == 4, info
     envs.step([0, 2, 0, 0])
     assert envs.step([0] * 4)[4]["number"].tolist() == [0, 1, 2, 3]
     envs.close()
@@ -621,7 +622,7 @@ if __name__ == "__main__":
     assert envs.reset()[1]["number"].tolist() == [8, 8]
     envs.close()
     one = envserve.make(Mine)
-    assert one.reset()[1] == {"number": 0}
+    assert one.reset()[1]["number"] == 0
     one.close()
     envserve.make_vec([lambda: gymnasium.make("Sibling-v0")]).close()
     process = multiprocessing.get_context("spawn").Process(target=use_mine)
@@ -630,8 +631,14 @@ if __name__ == "__main__":
     assert process.exitcode == 0
 """
 SIBLING = """
+import random
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
+
+RANDOM = random.Random(3)
+
+def draw():
+    return RANDOM.random()
 
 gymnasium.register("Sibling-v0", "sibling:CartPoleEnv")
 """
