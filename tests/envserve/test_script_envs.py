@@ -250,16 +250,40 @@ def test_the_specs_of_gymnasium_are_not_sent_to_workers() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point"])
+@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point", "script"])
 def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
-    kind: str, registered: str
+    kind: str, registered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = threading.Lock()
     code: dict[str, Any] = {kind: lambda **_: Numbered(lock.locked())}
+    if kind == "script":
+        script = sys.modules["__main__"]
+        monkeypatch.setattr(script, "make_locked", code.pop(kind), raising=False)
+        code["entry_point"] = "__main__:make_locked"
     gymnasium.register(registered, **code)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
-    with pytest.raises(EnvStartError, match=registered):
+    error = "make_locked" if kind == "script" else registered
+    with pytest.raises(EnvStartError, match=f"{error}: .*cannot pickle"):
+        envserve.make_vec(registered)
+
+
+class Unprintable:
+    """An object without text, which is too large for workers."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = bytes(num_bytes)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_registered_env_with_large_data_affects_no_other_env(registered: str) -> None:
+    large = functools.partial(Numbered, Unprintable(33 << 20))  # type: ignore[arg-type]
+    gymnasium.register(registered, large)
+    with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
+        envs.reset()
+    with pytest.raises(EnvStartError, match="at most 32 MiB of data; got 33 MiB"):
         envserve.make_vec(registered)
 
 
