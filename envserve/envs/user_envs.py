@@ -161,7 +161,7 @@ def name_and_imports(
 
     Raises:
       EnvStartError: A module starts envs while it is being imported.
-      TypeError: The env has the wrong type, or `import_modules` is a single string.
+      TypeError: The env has the wrong type, or `import_modules` is not a list of str.
       UnknownEnv: The env is a file without the name of an env in it.
     """
     # Workers that import the module would start further workers, endlessly.
@@ -170,9 +170,12 @@ def name_and_imports(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
             f"that code below `if __name__ == '__main__':`"
         )
-    if isinstance(import_modules, str):
+    if isinstance(import_modules, str) or not all(
+        isinstance(module, str) for module in import_modules
+    ):
         raise TypeError(
-            f"import_modules: expected a list of modules; got {import_modules!r}"
+            f"import_modules: expected a list of modules and files, each a str; "
+            f"got {import_modules!r:.200}"
         )
     name = env_name_of(env)
     module = env if isinstance(env, str) else name

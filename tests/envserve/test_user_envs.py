@@ -147,10 +147,10 @@ def test_the_error_about_an_env_that_servers_cannot_import_states_a_remedy() -> 
             name_and_imports(odd)
     with pytest.raises(UnknownEnv, match=r"name an env in it: my_env\.py:MyEnv"):
         name_and_imports("my_env.py")
-    with pytest.raises(
-        TypeError, match=r"import_modules: .* list of modules; got 'my'"
-    ):
-        BatchEnv.local("CartPole-v1", 1, import_modules="my")
+    wrong: tuple[Any, ...] = ("my", [Path("my.py")], [None])
+    for modules in wrong:
+        with pytest.raises(TypeError, match="import_modules: expected a list of mod"):
+            BatchEnv.local("CartPole-v1", 1, import_modules=modules)
 
 
 def test_workers_import_the_module_of_an_env_that_the_caller_registered() -> None:
