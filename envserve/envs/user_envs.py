@@ -109,8 +109,9 @@ def name_of_code(code: Any) -> str:
     if not hasattr(named, "__qualname__"):
         named = type(named)
     name = f"{named.__module__}:{named.__qualname__}"
-    found: Any = sys.modules.get(named.__module__)
-    for part in named.__qualname__.split("."):
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
         found = getattr(found, part, None)
     is_method = isinstance(found, MethodType) and found == code
     is_in_script = named is code and not is_importable(name)
@@ -138,9 +139,11 @@ def is_loaded_by_path(name: str) -> bool:
     is_installed = "-packages/" in file or package in sys.stdlib_module_names
     if is_installed or not file.endswith(".py"):
         return False
+    # Python ignores finders of the old kind, too, in version 3.12 and later.
+    finders = [item for item in sys.meta_path if hasattr(item, "find_spec")]
     folders = None
     for part in itertools.accumulate(name.split("."), "{}.{}".format):
-        specs = (finder.find_spec(part, folders) for finder in sys.meta_path)
+        specs = (finder.find_spec(part, folders) for finder in finders)
         if (spec := next(filter(None, specs), None)) is None:
             return True
         if (folders := spec.submodule_search_locations) is None:
