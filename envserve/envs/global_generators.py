@@ -58,7 +58,7 @@ def seed_global_generators(
     with contextlib.suppress(BaseException):
         registry.preload(env_name)
     torch: Any = sys.modules.get("torch")
-    torch_kind = getattr(torch, "Generator", None)
+    torch_kind: Any = getattr(torch, "Generator", None)
     has_torch = isinstance(torch_kind, type)  # False if torch is a mock
     sequence = np.random.SeedSequence(seed)
     for value in _objects_of(registry.user_modules(env_name), functions):
