@@ -57,8 +57,8 @@ def seed_global_generators(
     # If the import fails, the error is reported when the env is built.
     with contextlib.suppress(BaseException):
         registry.preload(env_name)
-    torch: Any = sys.modules.get("torch")
-    torch_kind: Any = getattr(torch, "Generator", None)
+    torch = user_envs.globals_of(sys.modules.get("torch"))
+    torch_kind: Any = torch.get("Generator")
     has_torch = isinstance(torch_kind, type)  # False if torch is a mock
     sequence = np.random.SeedSequence(seed)
     for value in _objects_of(registry.user_modules(env_name), functions):
@@ -75,8 +75,8 @@ def seed_global_generators(
                 set_seed(int(child.generate_state(1)[0]))
     random.seed(seed)
     np.random.seed(seed)
-    if has_torch and hasattr(torch, "manual_seed"):
-        torch.manual_seed(seed)
+    if has_torch and "manual_seed" in torch:
+        torch["manual_seed"](seed)
 
 
 def _objects_of(

@@ -275,9 +275,10 @@ class Anything:
     def __getattr__(self, name): return Anything()
 class Missing(types.ModuleType):
     def __getattr__(self, name): raise ImportError(f"install it to use {name}")
-for name in ("torch", "pybullet", "tensorflow.compat"):
+for name in ("pybullet", "tensorflow.compat"):
     sys.modules[name] = Anything()
-sys.modules["jax"] = Missing("jax")
+for name in ("torch", "jax"):
+    sys.modules[name] = Missing(name)
 sys.modules["glfw"] = None
 """
 
