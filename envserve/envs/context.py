@@ -7,7 +7,7 @@ folder or a GPU that no other env uses.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -36,14 +36,15 @@ class EnvContext:
     num_workers: int = 1
 
     def fill(self, value: Any) -> Any:
-        """Return a copy of a value, with `{row}` and `{worker}` replaced in strings.
+        """Return a value, with `{row}` and `{worker}` replaced in strings.
 
-        Other braces remain unchanged. `{{row}}` becomes a literal `{row}`.
+        Strings in lists, tuples and dicts are also replaced, in copies of them. Other
+        braces remain unchanged. `{{row}}` becomes a literal `{row}`.
         """
-        if isinstance(value, str):
+        if isinstance(value, str) and _PLACEHOLDER.search(value):
             numbers = vars(self)
             return _PLACEHOLDER.sub(lambda m: m[1] or str(numbers[m[2]]), value)
-        if isinstance(value, Mapping):
+        if type(value) is dict:
             return {key: self.fill(item) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(map(self.fill, value))
