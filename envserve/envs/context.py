@@ -6,8 +6,9 @@ folder or a GPU that no other env uses.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -35,6 +36,18 @@ class EnvContext:
     worker: int = 0
     num_workers: int = 1
 
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of constructor arguments, with placeholders replaced.
+
+        Envs may change their arguments, but each env gets the original ones. Arguments
+        that cannot be copied, such as modules, are shared by the envs of a worker.
+        """
+        try:
+            copies = copy.deepcopy({**kwargs})
+        except Exception:  # from Python, or from the user's class
+            copies = {name: _copy(value) for name, value in kwargs.items()}
+        return {name: self.fill(value) for name, value in copies.items()}
+
     def fill(self, value: Any) -> Any:
         """Return a value, with `{row}` and `{worker}` replaced in strings.
 
@@ -57,6 +70,14 @@ class EnvContext:
             return build()
         finally:
             _context.reset(token)
+
+
+def _copy(value: Any) -> Any:
+    """Return a deep copy of a value; if it cannot be copied, return the value."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 _context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None)

@@ -112,7 +112,7 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env and return its spec; the first reset uses the default seed."""
         request = self.request
-        kwargs = self._context.fill(copy.deepcopy(self._kwargs))
+        kwargs = self._context.arguments(self._kwargs)
         prepare_rendering(kwargs)
         arguments = request.env_name, kwargs, request.wrappers, self._env_fn
         env = self._context.run(lambda: make_env(*arguments))

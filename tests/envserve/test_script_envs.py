@@ -581,6 +581,19 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
         envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
+def test_arguments_that_cannot_be_copied_are_shared() -> None:
+    class Computing(Numbered):
+        def __init__(self, library: Any, numbers: list[int]) -> None:
+            numbers.append(2)
+            super().__init__(int(library.sum(numbers)))
+
+    options: Any = {"library": np, "numbers": [1]}
+    with contextlib.closing(
+        envserve.make_vec(Computing, 2, num_workers=1, **options)
+    ) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 3]
+
+
 def test_arguments_of_each_env_may_be_any_objects() -> None:
     def calling(make_number: Any) -> gymnasium.Env[Any, Any]:
         return Numbered(make_number())
