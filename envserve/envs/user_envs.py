@@ -32,6 +32,11 @@ def is_user_env(reference: str) -> bool:
     return ":" in reference or reference.endswith(".py")
 
 
+def is_file(reference: str) -> bool:
+    """Return whether a reference names a file, such as "my_env.py:Walk"."""
+    return split_reference(reference)[0].endswith(".py")
+
+
 def split_reference(reference: str) -> tuple[str, str]:
     """Return the module or file of a reference, and the name in it or "".
 
@@ -193,7 +198,7 @@ def name_and_imports(
             # Workers import `import_modules` and gymnasium anyway, and cannot import
             # the module `__main__`.
             module = ""
-    elif not is_importable(name):
+    elif not (is_file(module) or is_importable(name)):
         module = ""
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))
     return name, tuple(dict.fromkeys(modules))
