@@ -63,15 +63,17 @@ def search_path() -> list[str]:
     notebook. This function moves it to the end, so that its files shadow no other
     module, and omits it if other users can write to it, or if it is not accessible.
     """
-    path, main = [*sys.path], sys.modules.get("__main__")
+    # Python ignores entries of other types, such as None.
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    main = sys.modules.get("__main__")
     working_dir = working_directory()
     is_script = hasattr(main, "__file__") and getattr(main, "__spec__", None) is None
     is_added = "" in path or not (is_script or sys.flags.safe_path)
     if is_added and working_dir != _ROOT:
-        path = [entry for entry in path if entry]
-        if len(path) == len(sys.path) and working_dir in path:
+        if "" not in path and working_dir in path:
             # Remove only one entry, because PYTHONPATH may also contain the folder.
             path.remove(working_dir)
+        path = [entry for entry in path if entry]
         if working_dir and not writable_by_others(working_dir):
             path.append(working_dir)
     return [os.path.normpath(os.path.join(working_dir, entry)) for entry in path]

@@ -200,6 +200,14 @@ def test_a_working_directory_that_is_not_accessible_is_not_searched(
     assert str(folder) not in sys.path
 
 
+def test_entries_of_the_search_path_that_python_ignores_are_omitted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = search_path()
+    monkeypatch.setattr(sys, "path", [None, b"/tmp", *sys.path])
+    assert search_path() == expected
+
+
 def test_a_folder_of_pythonpath_keeps_its_place_in_children(folder: Path) -> None:
     text = "import envserve.python_process as p; print(p.search_path().index({!r}))"
     path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])

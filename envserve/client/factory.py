@@ -91,8 +91,8 @@ def local_settings(
         num_envs = len(code.env_fns) or 1
     is_complete = not (code.wrappers or any(code.kwargs))
     is_in_script = name in code.specs and user_envs.module_of(name) in ("", "__main__")
-    is_importable = user_envs.is_importable(name) and not is_in_script
-    settings["is_replayable"] = is_complete and is_importable
+    is_importable = user_envs.is_file(reference) or user_envs.is_importable(name)
+    settings["is_replayable"] = is_complete and is_importable and not is_in_script
     settings["pickled_code"] = code.dumps()
     return PoolSettings(env_name=name, num_envs=num_envs, **settings)
 

@@ -6,12 +6,14 @@ folder or a GPU that no other env uses.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
 
 #: A placeholder, such as `{row}`, or an escaped one, such as `{{row}}`.
 _PLACEHOLDER: Final = re.compile(r"\{(\{(?:row|worker)\})\}|\{(row|worker)\}")
@@ -34,28 +36,48 @@ class EnvContext:
     worker: int = 0
     num_workers: int = 1
 
-    def fill(self, value: Any) -> Any:
-        """Return a copy of a value, with `{row}` and `{worker}` replaced in strings.
+    def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of constructor arguments, with placeholders replaced.
 
-        Other braces remain unchanged. `{{row}}` becomes a literal `{row}`.
+        Envs may change their arguments, but each env gets the original ones. Arguments
+        that cannot be copied, such as modules, are shared by the envs of a worker.
         """
-        if isinstance(value, str):
+        try:
+            copies = copy.deepcopy({**kwargs})
+        except Exception:  # from Python, or from the user's class
+            copies = {name: _copy(value) for name, value in kwargs.items()}
+        return {name: self.fill(value) for name, value in copies.items()}
+
+    def fill(self, value: Any) -> Any:
+        """Return a value, with `{row}` and `{worker}` replaced in strings.
+
+        Strings in lists, tuples and dicts are also replaced, in copies of them. Other
+        braces remain unchanged. `{{row}}` becomes a literal `{row}`.
+        """
+        if isinstance(value, str) and _PLACEHOLDER.search(value):
             numbers = vars(self)
             return _PLACEHOLDER.sub(lambda m: m[1] or str(numbers[m[2]]), value)
-        if isinstance(value, Mapping):
+        if type(value) is dict:
             return {key: self.fill(item) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(map(self.fill, value))
         return value
 
-    @contextmanager
-    def activate(self) -> Iterator[None]:
-        """Make `env_context` return this object in the current thread."""
+    def run(self, build: Callable[[], T]) -> T:
+        """Call a function while `env_context` returns this object in this thread."""
         token = _context.set(self)
         try:
-            yield
+            return build()
         finally:
             _context.reset(token)
+
+
+def _copy(value: Any) -> Any:
+    """Return a deep copy of a value; if it cannot be copied, return the value."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
 
 
 _context: ContextVar[EnvContext | None] = ContextVar("env_context", default=None)

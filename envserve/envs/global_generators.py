@@ -5,7 +5,7 @@ imported would draw the same numbers in all workers. Therefore, each worker seed
 global generators of `random`, NumPy and PyTorch, and every generator that it can reach
 from the globals of the user's modules and functions: through default arguments,
 closures, the user's classes and functions, and objects whose class belongs to the user
-or to the standard library.
+or to the standard library. All modules that are not installed belong to the user.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
 import gymnasium
@@ -29,6 +30,8 @@ from envserve.envs import registry, user_envs
 _MAX_ELEMENTS: Final = 2000
 #: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
+#: Types whose objects refer to no generator, and do not count as elements or objects.
+_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, CodeType})
 _NUMPY: Final = (
     np.random.Generator,
     np.random.BitGenerator,
@@ -54,36 +57,46 @@ def seed_global_generators(
     # If the import fails, the error is reported when the env is built.
     with contextlib.suppress(BaseException):
         registry.preload(env_name)
-    torch: Any = sys.modules.get("torch")
-    torch_kind = getattr(torch, "Generator", None)
-    if not isinstance(torch_kind, type):  # torch is not loaded, or it is a mock
-        torch_kind = random.Random
+    torch = user_envs.globals_of(sys.modules.get("torch"))
+    torch_kind: Any = torch.get("Generator")
+    has_torch = isinstance(torch_kind, type)  # False if torch is a mock
     sequence = np.random.SeedSequence(seed)
     for value in _objects_of(registry.user_modules(env_name), functions):
         kind = type(value)  # `isinstance` would make a lazy proxy load its object
-        if not issubclass(kind, (*_NUMPY, random.Random, torch_kind)):
+        is_torch = has_torch and issubclass(kind, torch_kind)
+        if not (is_torch or issubclass(kind, (*_NUMPY, random.Random))):
             continue
         (child,) = sequence.spawn(1)
-        if issubclass(kind, _NUMPY):
-            _seed_numpy(value, child)
-        else:
-            is_random = issubclass(kind, random.Random)
-            set_seed = value.seed if is_random else value.manual_seed
-            set_seed(int(child.generate_state(1)[0]))
+        with contextlib.suppress(Exception):  # the user's class may reject seeds
+            if issubclass(kind, _NUMPY):
+                _seed_numpy(value, child)
+            else:
+                set_seed = value.manual_seed if is_torch else value.seed
+                set_seed(int(child.generate_state(1)[0]))
     random.seed(seed)
     np.random.seed(seed)
-    if hasattr(torch, "manual_seed"):
-        torch.manual_seed(seed)
+    if has_torch and "manual_seed" in torch:
+        torch["manual_seed"](seed)
 
 
 def _objects_of(
-    modules: dict[str, dict[str, Any]], functions: Sequence[Callable[..., Any]]
+    groups: Iterable[dict[str, registry.Globals]],
+    functions: Sequence[Callable[..., Any]],
 ) -> Iterator[Any]:
-    """Yield the objects to which modules and functions refer, in a constant order."""
-    names = [*modules, *(user_envs.name_of_code(function) for function in functions)]
+    """Yield the objects to which functions and modules refer, in a constant order."""
+    names = [*chain(*groups), *map(user_envs.name_of_code, functions)]
     packages = {re.split("[.:]", name)[0] for name in names}
-    queue = deque[Any]([*(modules[name] for name in sorted(modules)), *functions])
     seen = set[int]()
+    for modules in groups:
+        roots = (modules[name].values() for name in sorted(modules))
+        yield from _referents(chain(functions, *roots), packages, seen)
+
+
+def _referents(
+    roots: Iterable[Any], packages: Collection[str], seen: set[int]
+) -> Iterator[Any]:
+    """Yield objects and the objects to which they refer; add their ids to `seen`."""
+    queue = deque(roots)
     while queue and len(seen) < _MAX_OBJECTS:
         value = queue.popleft()
         if id(value) in seen:
@@ -100,7 +113,7 @@ def _objects_of(
             or (is_standard and not issubclass(kind, ModuleType))
             or issubclass(kind, gymnasium.Space)
         ):
-            parts = gc.get_referents(value)
+            parts = [p for p in gc.get_referents(value) if type(p) not in _PLAIN]
             queue += parts if len(parts) <= _MAX_ELEMENTS else ()
 
 

@@ -19,7 +19,7 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, Final, Self
 
 import gymnasium
@@ -84,7 +84,7 @@ class UserCode:
             package = user_envs.module_of(name).partition(".")[0]
             if package != "gymnasium" or name not in _names_in_gymnasium():
                 original = _original(registered)
-                if _can_be_pickled(original):
+                if _can_be_sent(original):
                     specs[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
@@ -110,13 +110,8 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
-        entry_points = " ".join(
-            f"{item.entry_point} {item.vector_entry_point} {item.additional_wrappers}"
-            for item in specs.values()
-        )
-        main = vars(sys.modules["__main__"])
-        named = main.keys() & {*re.findall(r"__main__:(\w+)", entry_points)}
-        return reference, cls(specs, env_fns, main={name: main[name] for name in named})
+        main = dict(chain(*(_main_objects(item).items() for item in specs.values())))
+        return reference, cls(specs, env_fns, main=main)
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have to be pickled; return the others."""
@@ -278,14 +273,20 @@ def _code_in_file(filename: str, *arguments: Any) -> CodeType:
 
 
 def _pickle_loaded_files_by_value() -> None:
-    """Let `_pickle` include code of files that `ppo` has loaded, such as callbacks.
+    """Let `_pickle` include the code of modules that workers cannot import.
 
-    Their modules are named after the paths, so workers cannot import them.
+    The modules of files that `ppo` has loaded, such as callbacks, are named after their
+    paths. See also `is_loaded_by_path`.
     """
-    for module in [module for name, module in sys.modules.items() if "/" in name]:
-        import cloudpickle
+    for name, module in sys.modules.copy().items():
+        if (
+            issubclass(type(module), ModuleType)  # `isinstance` runs code of a proxy
+            and user_envs.globals_of(module).get("__name__") == name != "__main__"
+            and user_envs.is_loaded_by_path(name)
+        ):
+            import cloudpickle
 
-        cloudpickle.register_pickle_by_value(module)
+            cloudpickle.register_pickle_by_value(module)
 
 
 @functools.cache
@@ -307,14 +308,26 @@ def _original(spec: EnvSpec) -> EnvSpec:
     return replace(spec, vector_entry_point=replaced_entry_points.get(spec.id, known))
 
 
-def _can_be_pickled(spec: EnvSpec) -> bool:
-    """Return whether a spec can be sent to workers."""
+def _main_objects(spec: EnvSpec) -> dict[str, Any]:
+    """Return the objects of the script that a spec names, like "__main__:NAME"."""
+    wrappers = (item.entry_point for item in spec.additional_wrappers)
+    entry_points = spec.entry_point, spec.vector_entry_point, *wrappers
+    text = " ".join(item for item in entry_points if isinstance(item, str))
+    main = vars(sys.modules["__main__"])
+    names = main.keys() & {*re.findall(r"__main__:(\w+)", text)}
+    return {name: main[name] for name in names}
+
+
+def _can_be_sent(spec: EnvSpec) -> bool:
+    """Return whether a spec, and the code that it names, can be sent to workers."""
     has_code = callable(spec.entry_point) or callable(spec.vector_entry_point)
+    main = _main_objects(spec)
+    if not (has_code or spec.kwargs or main):
+        return True
     try:
-        _pickle(spec if has_code or spec.kwargs else None)
+        return len(_pickle((spec, main))) <= _MAX_BYTES
     except Exception:
         return False
-    return True
 
 
 def _check_part(name: str, part: object) -> None:

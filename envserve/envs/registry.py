@@ -34,6 +34,7 @@ from envserve.wrappers.apply import wrap
 from envserve.wrappers.specs import WrapperSpec
 
 Env = gymnasium.Env[Any, Any]
+Globals = dict[str, Any]
 
 #: Maximum length of an env name that a client can request, in characters.
 _MAX_NAME_LENGTH: Final = 200
@@ -374,26 +375,25 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, Parameter] | Non
         return None
 
 
-def user_modules(env_name: str) -> dict[str, dict[str, Any]]:
-    """Return a dict from names of the user's loaded modules to their globals.
+def user_modules(env_name: str) -> tuple[dict[str, Globals], dict[str, Globals]]:
+    """Return two dicts from names of the user's loaded modules to their globals.
 
-    These are the modules that `import_env_modules` has imported, the module that
-    defines the env, and the modules of their packages. If one of these modules belongs
-    to no package, all modules in its folder are included, too.
+    The first dict contains the modules that `import_env_modules` has imported, the
+    module that defines the env, and the modules of their packages. The second one
+    contains all other modules except installed ones.
     """
     names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
     names.add(user_envs.module_of(env_name))
     packages = {item.partition(".")[0] for item in names} - _LIBRARIES
-    files = (getattr(sys.modules.get(item), "__file__", None) for item in packages)
-    single_files = (item for item in files if item and "__init__" not in item)
-    folders = tuple(f"{os.path.dirname(item)}{os.sep}" for item in single_files)
-    modules: dict[str, dict[str, Any]] = {}
-    for name, module in sys.modules.copy().items() if packages else ():
-        package, file = name.partition(".")[0], getattr(module, "__file__", None) or ""
-        is_in_folder = file.startswith(folders) and "site-packages" not in file
-        if package in packages or (is_in_folder and package not in _LIBRARIES):
-            modules[name] = vars(module)
-    return modules
+    own, others = dict[str, Globals](), dict[str, Globals]()
+    for name, module in sys.modules.copy().items():
+        package, file = name.partition(".")[0], user_envs.file_of(module)
+        is_installed = not file or "-packages/" in file or package in _LIBRARIES
+        if package in packages:
+            own[name] = user_envs.globals_of(module)
+        elif not is_installed:
+            others[name] = user_envs.globals_of(module)
+    return own, others
 
 
 def preload(name: str) -> None:

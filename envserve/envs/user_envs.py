@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Final
 
 from envserve.errors import EnvStartError, UnknownEnv
@@ -28,6 +30,11 @@ def is_user_env(reference: str) -> bool:
     True for "my_package:Walk-v0" and "my_env.py"; False for a plain env name.
     """
     return ":" in reference or reference.endswith(".py")
+
+
+def is_file(reference: str) -> bool:
+    """Return whether a reference names a file, such as "my_env.py:Walk"."""
+    return split_reference(reference)[0].endswith(".py")
 
 
 def split_reference(reference: str) -> tuple[str, str]:
@@ -96,12 +103,24 @@ def env_name_of(env: object) -> str:
 
 
 def name_of_code(code: Any) -> str:
-    """Return "module:name" of a class or function; "module:name(...)" of a partial."""
-    end = "" if hasattr(code, "__qualname__") else "(...)"
-    while isinstance(code, functools.partial):
-        code = code.func
-    owner = code if hasattr(code, "__qualname__") else type(code)
-    return f"{owner.__module__}:{owner.__qualname__}{end}"
+    """Return "module:name" of a class or function.
+
+    If the module has no such object of this name, return "module:name(...)": for a
+    partial, for example, or a class that `type` or `exec` has created.
+    """
+    named = code
+    while isinstance(named, functools.partial):
+        named = named.func
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
+    name = f"{named.__module__}:{named.__qualname__}"
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    is_method = isinstance(found, MethodType) and found == code
+    is_in_script = named is code and not is_importable(name)
+    return name if found is code or is_method or is_in_script else f"{name}(...)"
 
 
 def is_importable(name: str) -> bool:
@@ -109,7 +128,32 @@ def is_importable(name: str) -> bool:
     # The names of lambdas and local functions contain "<"; those of partials, "(". The
     # modules of files that `ppo` has loaded are named after their paths.
     module = name.rpartition(":")[0]
-    return not (module == "__main__" or "/" in module or {*"<("} & {*name})
+    if module == "__main__" or "/" in module or {*"<("} & {*name}:
+        return False
+    return not is_loaded_by_path(module)
+
+
+def is_loaded_by_path(name: str) -> bool:
+    """Return whether this process has loaded a file as a module that imports miss.
+
+    Examples are modules of plugin systems, test modules that pytest loads with
+    `--import-mode=importlib`, and the script in a process that multiprocessing has
+    spawned (`__mp_main__`).
+    """
+    file, package = file_of(sys.modules.get(name)), name.partition(".")[0]
+    is_installed = "-packages/" in file or package in sys.stdlib_module_names
+    if is_installed or not file.endswith(".py"):
+        return False
+    # Python ignores finders of the old kind, too, in version 3.12 and later.
+    finders = [item for item in sys.meta_path if hasattr(item, "find_spec")]
+    folders = None
+    for part in itertools.accumulate(name.split("."), "{}.{}".format):
+        specs = (finder.find_spec(part, folders) for finder in finders)
+        if (spec := next(filter(None, specs), None)) is None:
+            return True
+        if (folders := spec.submodule_search_locations) is None:
+            break  # not a package, so the import of this module adds the others
+    return False
 
 
 def name_and_imports(
@@ -125,7 +169,7 @@ def name_and_imports(
 
     Raises:
       EnvStartError: A module starts envs while it is being imported.
-      TypeError: The env has the wrong type, or `import_modules` is a single string.
+      TypeError: The env has the wrong type, or `import_modules` is not a list of str.
       UnknownEnv: The env is a file without the name of an env in it.
     """
     # Workers that import the module would start further workers, endlessly.
@@ -134,9 +178,12 @@ def name_and_imports(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
             f"that code below `if __name__ == '__main__':`"
         )
-    if isinstance(import_modules, str):
+    if isinstance(import_modules, str) or not all(
+        isinstance(module, str) for module in import_modules
+    ):
         raise TypeError(
-            f"import_modules: expected a list of modules; got {import_modules!r}"
+            f"import_modules: expected a list of modules and files, each a str; "
+            f"got {import_modules!r:.200}"
         )
     name = env_name_of(env)
     module = env if isinstance(env, str) else name
@@ -151,7 +198,7 @@ def name_and_imports(
             # Workers import `import_modules` and gymnasium anyway, and cannot import
             # the module `__main__`.
             module = ""
-    elif not is_importable(name):
+    elif not (is_file(module) or is_importable(name)):
         module = ""
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))
     return name, tuple(dict.fromkeys(modules))
@@ -165,6 +212,25 @@ def module_of(name: str) -> str:
         return entry.partition(":")[0]
     name = name_of_code(entry)
     return name.partition(":")[0] if is_importable(name) else ""
+
+
+def globals_of(module: object) -> dict[str, Any]:
+    """Return the globals of a module, without running code of the module.
+
+    `sys.modules` may contain mocks of missing packages, whose attributes have any type
+    or raise, and lazy modules, which are imported when an attribute is read.
+    """
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    except AttributeError:  # None, or an object without a dict
+        return {}
+    return attributes
+
+
+def file_of(module: object) -> str:
+    """Return the file of a module; "" if it has none. See `globals_of`."""
+    file = globals_of(module).get("__file__")
+    return file if isinstance(file, str) else ""
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from typing import Any, Final
 from gymnasium.error import DependencyNotInstalled
 
 from envserve.envs.registry import import_env_modules, offered_names, preload
+from envserve.envs.user_envs import file_of
 from envserve.errors import EnvStartError
 from envserve.python_process import stop_signals
 from envserve.settings import HostSettings
@@ -178,7 +179,7 @@ def _import(host: HostSettings, send: Callable[[Any], None]) -> int:
         send((str(error) or repr(error), []))
     else:
         modules = (m for name, m in [*sys.modules.items()] if name not in loaded)
-        files = filter(None, (getattr(m, "__file__", None) for m in modules))
+        files = filter(None, map(file_of, modules))
         send(("", [f for f in files if not f.startswith(_INSTALLED)]))
     return 0
 

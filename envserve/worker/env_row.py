@@ -105,10 +105,10 @@ class EnvRow:
     def build(self) -> EnvSpec:
         """Build the env and return its spec; the first reset uses the default seed."""
         request = self.request
-        kwargs = self._context.fill(copy.deepcopy(self._kwargs))
+        kwargs = self._context.arguments(self._kwargs)
         prepare_rendering(kwargs)
-        with self._context.activate():
-            env = make_env(request.env_name, kwargs, request.wrappers, self._env_fn)
+        arguments = request.env_name, kwargs, request.wrappers, self._env_fn
+        env = self._context.run(lambda: make_env(*arguments))
         complete_reset_signature(env, needs_seed=request.seeded)
         self.step = self._first_step  # type: ignore[method-assign]  # first call only
         self._env = env

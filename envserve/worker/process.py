@@ -148,20 +148,22 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
             yield item
             is_first = False
     except Exception as error:
-        if not is_first:
-            error.add_note(
-                "Hint: The first env of this worker was built, a later one was not. If "
-                "a process can have only one env, use num_workers=num_envs (servers: "
-                "--workers) and no spare_envs; if each env needs its own port or file, "
-                "use {row} in env_kwargs."
-            )
-        # Gymnasium and the old Gym have classes of this name.
-        elif "UnregisteredEnv" in (item.__name__ for item in type(error).__mro__):
-            error.add_note(
-                "Hint: If a module registers this env when it is imported, name that "
-                "module in import_modules (servers: --import). Workers do not run the "
-                "calling script."
-            )
+        # The class of the exception may forbid notes, as a frozen dataclass does.
+        with contextlib.suppress(Exception):
+            if not is_first:
+                error.add_note(
+                    "Hint: The first env of this worker was built, a later one was "
+                    "not. If a process can have only one env, use num_workers=num_envs "
+                    "(servers: --workers) and no spare_envs; if each env needs its own "
+                    "port or file, use {row} in env_kwargs."
+                )
+            # Gymnasium and the old Gym have classes of this name.
+            elif "UnregisteredEnv" in (item.__name__ for item in type(error).__mro__):
+                error.add_note(
+                    "Hint: If a module registers this env when it is imported, name "
+                    "that module in import_modules (servers: --import). Workers do not "
+                    "run the calling script."
+                )
         raise
 
 

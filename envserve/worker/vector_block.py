@@ -429,11 +429,11 @@ def _make_vector_env(config: BuildMessage, rows: range) -> Any:
             f"vector_entry_point='my_module:MyVectorEnv')"
         )
     context = config.context_of(rows.start, config.worker, config.num_workers)
-    # Envs may change their arguments, but each env gets the original ones.
-    mode, kwargs = "vector_entry_point", context.fill(copy.deepcopy(config.env_kwargs))
+    mode, kwargs = "vector_entry_point", context.arguments(config.env_kwargs)
     prepare_rendering(kwargs)
-    with context.activate():
-        return gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+    return context.run(
+        lambda: gymnasium.make_vec(known, len(rows), vectorization_mode=mode, **kwargs)
+    )
 
 
 def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:

@@ -205,11 +205,11 @@ def fault_from_error(row: int, error: Exception) -> Fault:
     that also fails includes them.
     """
     if isinstance(error, SpaceViolation):
-        text, is_violation = str(error), not error.is_masked
-        error.__traceback__ = None
+        text, is_violation, frames = str(error), not error.is_masked, None
     else:
-        text, is_violation = traceback_of(error), False
-        error.__traceback__ = _env_frames(error)
+        text, is_violation, frames = traceback_of(error), False, _env_frames(error)
+    # The class of the exception may forbid assignments, as a frozen dataclass does.
+    BaseException.with_traceback(error, frames)
     return Fault(row, Status.ENV_ERROR, utf8_tail(text), is_violation)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 
 import envserve
@@ -134,6 +137,9 @@ def test_placeholders_are_replaced_in_strings(file: str) -> None:
 def test_tuples_and_other_values_remain_as_they_are() -> None:
     context, value = EnvContext(row=3, num_envs=4), object()
     assert context.fill(("{row}", value, b"{row}")) == ("3", value, b"{row}")
+    values: list[Any] = [np.str_("{}"), OrderedDict(a="{row}"), MappingProxyType({})]
+    for same, filled in zip(values, context.fill(values), strict=True):
+        assert filled is same
 
 
 @pytest.mark.usefixtures("one_launcher")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -115,9 +116,15 @@ class SilentError(RemoteError):
         raise RuntimeError("the server is gone")
 
 
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "cause"),
     [
+        (FrozenError, [3], f"{__name__}.FrozenError: 3"),
         (RemoteError, ["no route"], f"{__name__}.RemoteError: no route"),
         (SilentError, [], f"{__name__}.SilentError: <exception str() failed>"),
         (SyntaxError, ["odd", ("a.py", 1, [], "x")], "SyntaxError: odd (a.py, line 1)"),

@@ -109,6 +109,18 @@ GENERATORS = {
         "S = np.random.SeedSequence(3)\n"
         "draw = lambda: np.random.default_rng(S.spawn(1)[0]).random()"
     ),
+    "behind many numbers": (
+        "ANGLES = [[n / 3 for n in range(500)] for _ in range(50)]\n"
+        "RNGS = [[[[random.Random(3)]]]]; draw = lambda: RNGS[0][0][0][0].random()"
+    ),
+    "among many numbers": (
+        "PARTS = {f'part {n}': n for n in range(2000)}; PARTS['a'] = random.Random(3)\n"
+        "draw = lambda: PARTS['a'].random()"
+    ),
+    "among many globals": (
+        "globals().update({f'name_{n}': object() for n in range(2000)})\n"
+        "RNG = np.random.default_rng(3); draw = lambda: RNG.random()"
+    ),
 }
 
 
@@ -147,6 +159,25 @@ def test_workers_draw_different_numbers_that_depend_on_the_seed_only(
     values = np.array([drawn[0], drawn[2]]).reshape(8, len(names))
     for name, column in zip(names, values.T, strict=True):
         assert len({*column}) == 8, f"{name}: {column}"
+
+
+@pytest.mark.parametrize("package_file", ["__init__.py", "other.py"])
+def test_generators_in_other_folders_of_a_project_are_seeded(
+    package_file: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("draw_package", "noise_package"):
+        (folder / name).mkdir()
+        (folder / name / package_file).touch()
+    (folder / "draw_package" / "envs.py").write_text(
+        "from draw_base import Draw\nfrom noise_package.noise import draw\n"
+        "class E(Draw):\n    def draw(self): return draw()"
+    )
+    (folder / "noise_package" / "noise.py").write_text(
+        "import random\nRNG = random.Random(3)\ndef draw(): return RNG.random()"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    with BatchEnv.local("draw_package.envs:E", 2, 2) as batch:
+        assert np.unique(batch.reset()).size == 2
 
 
 def test_generators_of_libraries_keep_their_state(folder: Path) -> None:
@@ -235,6 +266,41 @@ def test_a_mocked_torch_has_no_generators_to_seed(folder: Path) -> None:
     text = "import sys, unittest.mock; sys.modules['torch'] = unittest.mock.MagicMock()"
     env = write_env(folder, f"{text}\nclass E(Draw): pass")
     BatchEnv.local(f"{env}:E", 1, 1).close()
+
+
+#: Mocks of packages that are not installed.
+MOCKS = """
+import sys, types
+class Anything:
+    def __getattr__(self, name): return Anything()
+class Missing(types.ModuleType):
+    def __getattr__(self, name): raise ImportError(f"install it to use {name}")
+for name in ("pybullet", "tensorflow.compat"):
+    sys.modules[name] = Anything()
+for name in ("torch", "jax"):
+    sys.modules[name] = Missing(name)
+sys.modules["glfw"] = None
+"""
+
+
+def test_mocks_of_modules_do_not_prevent_the_start(folder: Path) -> None:
+    text = f"{MOCKS}\nRNG = random.Random(3)\n"
+    text += "class E(Draw):\n    def draw(self): return RNG.random()"
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        assert np.unique(batch.reset()).size == 2
+
+
+def test_a_generator_that_rejects_seeds_keeps_its_state(folder: Path) -> None:
+    text = """
+class Fixed(random.Random):
+    def seed(self, a=None):
+        if a is not None: raise NotImplementedError
+ONE = Fixed(); RNG = random.Random(3)
+class E(Draw):
+    def draw(self): return RNG.random()
+"""
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        assert np.unique(batch.reset()).size == 2
 
 
 EXITS = {

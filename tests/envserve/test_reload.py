@@ -166,6 +166,14 @@ def test_envs_that_a_module_registers_by_name_are_imported(folder: Path) -> None
         reload.serve_with_reload(host, lambda host, send: 0)
 
 
+def test_mocks_of_modules_do_not_prevent_the_start(folder: Path) -> None:
+    mocks = "class Anything:\n    def __getattr__(self, name): return Anything()\n"
+    mocks += "import sys; sys.modules['pybullet'] = Anything()\n"
+    save(folder / "shared_by_envs.py", f"{mocks}VALUE = 1\n")
+    host = HostSettings(env_names=(f"{folder / 'my_env.py'}:Same",))
+    assert reload.serve_with_reload(host, lambda host, send: 5) == 5
+
+
 def test_the_exit_code_of_a_server_that_exits_by_itself_is_returned(
     folder: Path,
 ) -> None:

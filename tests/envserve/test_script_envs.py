@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from gymnasium.wrappers import (
 import envserve
 from envserve.client import BatchEnv
 from envserve.envs.pickled_code import UserCode
+from envserve.envs.user_envs import name_and_imports
 from envserve.errors import EnvserveError, EnvStartError, UnknownEnv, WrapperError
 from envserve.pool.launcher import Launcher
 from envserve.pool.pool import Pool
@@ -248,17 +250,93 @@ def test_the_specs_of_gymnasium_are_not_sent_to_workers() -> None:
     }
 
 
-@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point"])
+@pytest.mark.parametrize("kind", ["entry_point", "vector_entry_point", "script"])
 def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
-    kind: str, registered: str
+    kind: str, registered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = threading.Lock()
     code: dict[str, Any] = {kind: lambda **_: Numbered(lock.locked())}
+    if kind == "script":
+        script = sys.modules["__main__"]
+        monkeypatch.setattr(script, "make_locked", code.pop(kind), raising=False)
+        code["entry_point"] = "__main__:make_locked"
     gymnasium.register(registered, **code)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
-    with pytest.raises(EnvStartError, match=registered):
+    error = "make_locked" if kind == "script" else registered
+    with pytest.raises(EnvStartError, match=f"{error}: .*cannot pickle"):
         envserve.make_vec(registered)
+
+
+class Unprintable:
+    """An object without text, which is too large for workers."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.data = bytes(num_bytes)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_a_registered_env_with_large_data_affects_no_other_env(registered: str) -> None:
+    large = functools.partial(Numbered, Unprintable(33 << 20))  # type: ignore[arg-type]
+    gymnasium.register(registered, large)
+    with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
+        envs.reset()
+    with pytest.raises(EnvStartError, match="at most 32 MiB of data; got 33 MiB"):
+        envserve.make_vec(registered)
+
+
+PLUGIN = """
+import random
+import gymnasium, numpy as np
+
+RANDOM = random.Random(3)
+
+class Plugin(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float64)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        return np.array([RANDOM.random()]), {}
+"""
+
+
+@pytest.mark.parametrize("name", ["plugin_env", "plugins.env", "tests.plugin_env"])
+def test_a_module_that_imports_do_not_find_is_pickled(
+    name: str, tmp_path: Path, registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plugin.py"
+    path.write_text(PLUGIN)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)
+    spec.loader.exec_module(module)
+    gymnasium.register(registered, module.Plugin)
+    make: Any = lambda: module.Plugin()  # noqa: E731
+    for env in (module.Plugin, registered, [make, make]):
+        with contextlib.closing(envserve.make_vec(env, 2, num_workers=2)) as envs:
+            assert len({*envs.reset()[0][:, 0].tolist()}) == 2
+    with pytest.raises(UnknownEnv, match="'Plugin' of this script"):
+        envserve.make(module.Plugin, "127.0.0.1")
+    with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
+        envs.reset()
+
+
+def executed() -> Any:
+    namespace: dict[str, Any] = {"Numbered": Numbered}
+    exec("class Executed(Numbered): pass", namespace)
+    return namespace["Executed"]
+
+
+@pytest.mark.parametrize("env", [executed(), type("Made", (Numbered,), {})])
+def test_a_class_that_its_module_does_not_contain_is_pickled(env: Any) -> None:
+    reference, _ = UserCode.of(env)
+    assert name_and_imports(reference) == (reference, ())
+    with contextlib.closing(envserve.make_vec(env, 1)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [0]
 
 
 @pytest.mark.parametrize("make", [envserve.make, envserve.make_vec])
@@ -503,6 +581,19 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
         envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
 
 
+def test_arguments_that_cannot_be_copied_are_shared() -> None:
+    class Computing(Numbered):
+        def __init__(self, library: Any, numbers: list[int]) -> None:
+            numbers.append(2)
+            super().__init__(int(library.sum(numbers)))
+
+    options: Any = {"library": np, "numbers": [1]}
+    with contextlib.closing(
+        envserve.make_vec(Computing, 2, num_workers=1, **options)
+    ) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3, 3]
+
+
 def test_arguments_of_each_env_may_be_any_objects() -> None:
     def calling(make_number: Any) -> gymnasium.Env[Any, Any]:
         return Numbered(make_number())
@@ -521,7 +612,7 @@ def test_servers_take_wrappers_by_name_only() -> None:
 
 
 SCRIPT = """
-import gymnasium, numpy as np, envserve
+import multiprocessing, gymnasium, numpy as np, envserve
 import sibling
 
 GENERATOR = np.random.default_rng(0)
@@ -535,7 +626,7 @@ class Mine(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        return np.float32([self.draw]), {"number": self.number}
+        return np.float32([self.draw]), {"number": self.number, "draw": sibling.draw()}
 
     def step(self, action):
         if action == 2:
@@ -545,6 +636,10 @@ class Mine(gymnasium.Env):
 def make(number):
     return lambda: Mine(number)
 
+def use_mine():
+    for env in (Mine, [make(0)], "Mine-v0"):
+        envserve.make_vec(env, num_workers=1).close()
+
 gymnasium.register("Mine-v0", lambda: Mine(9), max_episode_steps=1)
 gymnasium.register("Named-v0", "__main__:Mine", kwargs={"number": 8})
 
@@ -552,6 +647,7 @@ if __name__ == "__main__":
     envs = envserve.make_vec([make(number) for number in range(4)], num_workers=2)
     observation, info = envs.reset()
     assert len({*observation[:, 0].tolist()}) == 4, observation
+    assert len({*info["draw"].tolist()}) == 4, info
     envs.step([0, 2, 0, 0])
     assert envs.step([0] * 4)[4]["number"].tolist() == [0, 1, 2, 3]
     envs.close()
@@ -563,13 +659,23 @@ if __name__ == "__main__":
     assert envs.reset()[1]["number"].tolist() == [8, 8]
     envs.close()
     one = envserve.make(Mine)
-    assert one.reset()[1] == {"number": 0}
+    assert one.reset()[1]["number"] == 0
     one.close()
     envserve.make_vec([lambda: gymnasium.make("Sibling-v0")]).close()
+    process = multiprocessing.get_context("spawn").Process(target=use_mine)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 """
 SIBLING = """
+import random
 import gymnasium
 from gymnasium.envs.classic_control import CartPoleEnv
+
+RANDOM = random.Random(3)
+
+def draw():
+    return RANDOM.random()
 
 gymnasium.register("Sibling-v0", "sibling:CartPoleEnv")
 """

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from envserve import BatchEnv, make_vec
+from envserve.errors import EnvStartError
 from envserve.pool.launcher import Launcher
 from envserve.settings import Autoreset
 from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_message
@@ -23,7 +24,7 @@ from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_m
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 ENVS = """
-import ctypes, os, socket, time
+import ctypes, dataclasses, os, socket, time
 import gymnasium, numpy as np
 from gymnasium import spaces
 
@@ -100,6 +101,21 @@ class Changing(Env):
         return super().step(action)
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    code: int
+
+
+class Frozen(Env):
+    built = 0
+
+    def __init__(self, good=0):
+        super().__init__()
+        Frozen.built += 1
+        if Frozen.built > good:
+            raise FrozenError(self.built)
+
+
 class Several(gymnasium.vector.VectorEnv):
     metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.DISABLED}
     single_observation_space = observation_space = spaces.Discrete(9)
@@ -135,7 +151,7 @@ def envs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launcher(envs: Path) -> Iterator[Launcher]:
     """A launcher that has imported the file."""
-    names = ("Env", "Sharing", "Swapped", "Changing")
+    names = ("Env", "Sharing", "Swapped", "Changing", "Frozen")
     with contextlib.closing(Launcher([f"{envs}:{name}" for name in names])) as launcher:
         yield launcher
 
@@ -197,6 +213,14 @@ def test_a_rebuilt_env_must_have_the_same_spaces(envs: Path) -> None:
         text = result.infos[0]["fault"]["text"]
         assert "Env 0: its spaces changed when it was rebuilt" in text
         assert "got Box(0.0, 9.0, (1,), float32)" in text
+
+
+@pytest.mark.parametrize("good", [0, 1])
+def test_an_exception_that_cannot_be_changed_is_reported(envs: Path, good: int) -> None:
+    with pytest.raises(EnvStartError) as caught:
+        BatchEnv.local(f"{envs}:Frozen", 2, 1, env_kwargs={"good": good})
+    assert f"habits.FrozenError: {good + 1}" in str(caught.value)
+    assert "FrozenInstanceError" not in str(caught.value)
 
 
 def test_a_default_socket_timeout_of_an_import_does_not_affect_workers(

@@ -15,6 +15,7 @@ from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.envs.registration import EnvSpec
 
 from envserve.client import BatchEnv
+from envserve.client.factory import local_settings
 from envserve.envs import registry
 from envserve.envs.registry import import_env_modules, make_env, offered_names
 from envserve.envs.user_envs import (
@@ -124,6 +125,18 @@ def test_workers_import_the_module_of_a_reference() -> None:
     assert with_absolute_path("c:d/b.py") == f"{here}/c:d/b.py"
 
 
+def test_a_file_is_imported_although_a_module_of_its_name_was_loaded_by_path(
+    walk_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = ModuleType("walk_file")
+    other.__file__ = "/no/folder/walk_file.py"
+    monkeypatch.setitem(sys.modules, "walk_file", other)
+    reference = f"{walk_file}:Walk"
+    assert name_and_imports(reference) == ("walk_file:Walk", (reference,))
+    settings = local_settings(reference, 1, 1, {}, BatchEnv.local)
+    assert settings.is_replayable
+
+
 def test_a_deleted_working_directory_leaves_references_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,10 +160,10 @@ def test_the_error_about_an_env_that_servers_cannot_import_states_a_remedy() -> 
             name_and_imports(odd)
     with pytest.raises(UnknownEnv, match=r"name an env in it: my_env\.py:MyEnv"):
         name_and_imports("my_env.py")
-    with pytest.raises(
-        TypeError, match=r"import_modules: .* list of modules; got 'my'"
-    ):
-        BatchEnv.local("CartPole-v1", 1, import_modules="my")
+    wrong: tuple[Any, ...] = ("my", [Path("my.py")], [None])
+    for modules in wrong:
+        with pytest.raises(TypeError, match="import_modules: expected a list of mod"):
+            BatchEnv.local("CartPole-v1", 1, import_modules=modules)
 
 
 def test_workers_import_the_module_of_an_env_that_the_caller_registered() -> None:
