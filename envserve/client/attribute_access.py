@@ -85,8 +85,8 @@ class AttributeAccess:
             ):
                 part = part[: len(part) // 2]
                 packed = self._pack(part)
-            at = tuple([row - block.offset for row in part])
-            call = Call(block.lane_block, at, self._kind, self._name, packed)
+            lane_rows = tuple([row - block.offset for row in part])
+            call = Call(block.lane_block, lane_rows, self._kind, self._name, packed)
             calls[block.position] = call
             called.append((block, part))
         self._group.start(calls)

@@ -56,7 +56,8 @@ class LaneGroup:
         self.in_flight: set[int] = set()
         self.queue = OutcomeQueue(lanes, self.blocks)
         self.absence = Absence(self.blocks, padding_after_seconds)
-        self._cancelled: set[int] = set()  # blocks whose step was cancelled
+        #: Blocks whose step was cancelled, or will be if its caller is interrupted.
+        self._cancelled: set[int] = set()
         self._called: set[int] = set()  # blocks with a reset or call in flight
         #: Maps block positions to the outcomes of late steps, which are kept while a
         #: reset or call of the block is in flight.
@@ -75,17 +76,17 @@ class LaneGroup:
         actions: Sequence[Array],
         *,
         together: bool,
-        is_cancelled: bool = False,
+        cancels_on_interrupt: bool = False,
     ) -> None:
         """Start a step of the given rows.
 
         Args:
           row_set: The rows.
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
-          together: Whether to submit all blocks of a lane in one request, which a
-            server replies with one reply.
-          is_cancelled: Whether the step counts as cancelled until it is released. An
-            interrupted caller then need not call `cancel_step`.
+          together: Whether to submit all blocks of a lane in one request, to which a
+            server sends one reply.
+          cancels_on_interrupt: Whether the step is cancelled if its caller is
+            interrupted before `release`. Otherwise, the caller must call `cancel_step`.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
@@ -99,11 +100,11 @@ class LaneGroup:
         parts, late_steps = row_set.lane_parts, self.absence.late_steps
         if late_steps and not late_steps.isdisjoint(row_set.positions):
             # Ignore the actions of blocks whose late step is still to be returned.
-            others = self.absence.await_late_steps(row_set.positions)
+            without_late_step = self.absence.await_late_steps(row_set.positions)
             parts = tuple(
                 (LanePart((block,)), rows)
                 for block, rows in row_set.block_parts
-                if block.position in others
+                if block.position in without_late_step
             )
         for part, rows in parts:
             lane = part.lane
@@ -118,8 +119,8 @@ class LaneGroup:
                             raise interrupt from error
                         raise
                     interrupt = error  # raised once all blocks are submitted
-        started = self._cancelled if is_cancelled else self.in_flight
-        started.update(row_set.positions)
+        sent = self._cancelled if cancels_on_interrupt else self.in_flight
+        sent.update(row_set.positions)
         queue.is_updating = False
         if interrupt is not None:
             raise interrupt
@@ -192,7 +193,11 @@ class LaneGroup:
             absence.release(positions)
         kept = {}
         if not queue.outcomes.keys() <= positions:
-            kept = {at: o for at, o in queue.outcomes.items() if at not in positions}
+            kept = {
+                position: outcome
+                for position, outcome in queue.outcomes.items()
+                if position not in positions
+            }
         queue.outcomes, queue.is_updating = kept, False
 
     def cancel_step(self) -> None:
@@ -281,7 +286,7 @@ class LaneGroup:
             elif is_reset:
                 self.absence.late_steps.discard(position)
         self._called |= positions
-        remaining = set(operations)  # blocks on which nothing was started yet
+        not_started = set(operations)
         for lane, group in by_lane.items():
             submit: Callable[[Any], None]
             submit = lane.submit_reset if is_reset else lane.submit_call
@@ -290,14 +295,14 @@ class LaneGroup:
             except EnvserveError as error:
                 # The next operation waits for calls that were started. If resets were
                 # started, all lanes are invalidated, because episodes have ended.
-                if len(remaining) == len(operations) or isinstance(error, CallError):
-                    self._take_outcomes(remaining)
+                if len(not_started) == len(operations) or isinstance(error, CallError):
+                    self._take_outcomes(not_started)
                 raise self.blocks[min(group)].located(error) from None
             except BaseException as error:
                 # Not harmless for the batch: other lanes have not started yet.
                 pop_harmless_mark(error)
                 raise
-            remaining.difference_update(group)
+            not_started.difference_update(group)
         self.queue.is_updating = False
 
     def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
@@ -328,19 +333,22 @@ class LaneGroup:
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
-        called = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]
+        finished = [
+            outcomes.pop(each) for each in sorted(positions) if each in outcomes
+        ]
         self._called -= positions
         for position in positions & self._deferred.keys():
             outcomes[position] = self._deferred.pop(position).restore()
         self.queue.is_updating = False
-        return called
+        return finished
 
     def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
         """Wait until operations have finished, even while their envs are absent.
 
         Raises:
           EnvTimeout: The operations have not finished before the deadline.
-          ServerLost: A lane of late steps has given up. Resets and calls end.
+          ServerLost: A lane has given up, and one of the operations is a late step. A
+            lane that has given up ends its resets and calls by itself.
         """
         while waiting := positions - self.queue.outcomes.keys():
             for position in (waiting & self.queue.absent()) - self._called:
@@ -413,18 +421,21 @@ def _resets_of(
     options: bytes,
 ) -> dict[int, Reset]:
     """Divide a reset of rows; return a dict from block positions to resets."""
-    position_of = {int(index): place for place, index in enumerate(env_indices)}
+    index_of = {int(row): index for index, row in enumerate(env_indices)}
     resets = {}
     for block in blocks:
-        listed = [row for row in range(block.start, block.stop) if row in position_of]
-        if not listed:
+        rows = [row for row in range(block.start, block.stop) if row in index_of]
+        if not rows:
             continue
-        is_whole = len(listed) == block.stop - block.start
-        rows = tuple(row - block.offset for row in listed)
-        indices = None if is_whole and seeds is None else rows
-        values = None
+        is_whole = len(rows) == block.stop - block.start
+        lane_rows = None
+        if not is_whole or seeds is not None:
+            lane_rows = tuple(row - block.offset for row in rows)
+        block_seeds = None
         if seeds is not None:
-            block_seeds = [seeds[position_of[row]] for row in listed]
-            values = tuple(None if seed is None else int(seed) for seed in block_seeds)
-        resets[block.position] = Reset(block.lane_block, indices, values, options)
+            values = [seeds[index_of[row]] for row in rows]
+            block_seeds = tuple(None if seed is None else int(seed) for seed in values)
+        resets[block.position] = Reset(
+            block.lane_block, lane_rows, block_seeds, options
+        )
     return resets
