@@ -254,10 +254,10 @@ class ServerLoop:
         if self._scheduled_read is not None:
             self._scheduled_read.cancel()
             self._scheduled_read = None
-        protocol, shares, counters = self._protocol, self._fair_share, self.counters
-        has_more, previous = True, shares.throttled
+        protocol, fair_share, counters = self._protocol, self._fair_share, self.counters
+        has_more, previous = True, fair_share.throttled
         now = time.monotonic()
-        shares.begin_turn(now)
+        fair_share.begin_turn(now)
         try:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 received = self._router.receive()
@@ -266,14 +266,14 @@ class ServerLoop:
                     if user is None:
                         has_more = False
                     else:
-                        shares.charge(time.monotonic(), user)
+                        fair_share.charge(time.monotonic(), user)
                     break
                 peer, message = received
                 counters.messages_in += 1
                 num_bytes = sum(map(len, message))
                 counters.bytes_in += num_bytes
                 decisions: Sequence[Decision] = ()
-                if shares.throttled is None or shares.admits(peer, num_bytes):
+                if fair_share.throttled is None or fair_share.admits(peer, num_bytes):
                     num_dropped = protocol.num_dropped_messages
                     try:
                         decisions = protocol.receive(peer, message, now)
@@ -282,23 +282,25 @@ class ServerLoop:
                         decisions = protocol.receive_failed(peer, message)
                     if num_dropped != protocol.num_dropped_messages:
                         counters.dropped += 1
-                        shares.record_dropped(peer[-1], 0, num_bytes)
+                        fair_share.record_dropped(peer[-1], 0, num_bytes)
                     self._carry_out(decisions)
                 else:
                     counters.dropped += 1
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
-                if shares.charge(now, peer[-1], is_step=is_step):
+                if fair_share.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
             # The turn may have ended with the last message.
             has_more = has_more and self._router.sockets.has_unread()
-            pause = shares.end_turn(has_unread=has_more)
-            if shares.throttled not in (None, previous):
+            pause = fair_share.end_turn(has_unread=has_more)
+            if fair_share.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
-                self._audit(Audit("over quota", shares.throttled, reason=reason))
-            if shares.flooder is not None:
-                self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
+                self._audit(Audit("over quota", fair_share.throttled, reason=reason))
+            if fair_share.flooder is not None:
+                self._router.sockets.reopen(
+                    "a flood", fair_share.flooder, shut_out=True
+                )
             if pause:
                 self._scheduled_read = self._loop.call_later(pause, self._on_messages)
             elif has_more:

@@ -88,7 +88,7 @@ class StatusReporter:
         if body is None:
             for record in self._protocol.leases.visible_to(user):
                 if (leased := self._pools.get(record.session)) is not None:
-                    leased.pool.metrics.watch(now)
+                    leased.pool.metrics.start_tracking(now)
             body = self._bodies[user] = self._status_for(user, now).encode()
         return body
 

@@ -284,11 +284,11 @@ class _Template:
         for pid in {*children} - known:
             kill_group(pid)
 
-    def _kill(self, request: int, has_stack: bool) -> None:
+    def _kill(self, request: int, wants_stack: bool) -> None:
         pid = self._workers.get(request)
         if pid is None:
             return
-        if not has_stack:
+        if not wants_stack:
             kill_group(pid)
         elif request not in self._kill_at:
             self._kill_at[request] = unpatched.monotonic() + _STACK_SECONDS
