@@ -122,10 +122,10 @@ def _build_message_of(fields: dict[str, Any]) -> BuildMessage:
     """Return the content of BUILD; unpickle the functions and arguments of envs."""
     wrappers = wrappers_from_plain(fields.pop("wrappers"))
     code = UserCode.loads(fields.pop("pickled_code"))
-    maps = fields["env_kwargs"]
-    maps = maps if isinstance(maps, list) else [maps]
-    for plain, others in zip(maps, code.kwargs, strict=False):
-        plain |= others
+    kwargs = fields["env_kwargs"]
+    all_kwargs = kwargs if isinstance(kwargs, list) else [kwargs]
+    for plain, pickled in zip(all_kwargs, code.kwargs, strict=False):
+        plain |= pickled
     return BuildMessage(wrappers=wrappers, code=code, **fields)
 
 
@@ -133,11 +133,11 @@ def _failure_message(error: BaseException) -> bytes:
     """Encode an error that ends the worker; omit the traceback if the text suffices."""
     matches = (kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls))
     kind = next(matches, MessageKind.FAILED)
-    is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
+    is_permanent = isinstance(error, SpaceViolation) and error.is_permanent
     is_complete = isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
-    has_text = is_complete or is_lasting or kind is not MessageKind.FAILED
+    has_text = is_complete or is_permanent or kind is not MessageKind.FAILED
     text = utf8_tail(str(error) if has_text else traceback_of(error))
-    return pack_message(kind, int(is_lasting), payload=text.encode())
+    return pack_message(kind, int(is_permanent), payload=text.encode())
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
@@ -156,7 +156,7 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
                 "use {row} in env_kwargs."
             )
         # Gymnasium and the old Gym have classes of this name.
-        elif "UnregisteredEnv" in (item.__name__ for item in type(error).__mro__):
+        elif "UnregisteredEnv" in (cls.__name__ for cls in type(error).__mro__):
             error.add_note(
                 "Hint: If a module registers this env when it is imported, name that "
                 "module in import_modules (servers: --import). Workers do not run the "
