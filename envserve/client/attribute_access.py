@@ -102,7 +102,7 @@ class AttributeAccess:
         """
         while len(self._values) < len(self._rows):
             positions = {block.position for block, _ in self._called}
-            outcomes = self._group.finish_call(positions, deadline)
+            outcomes = self._group.finish(positions, deadline)
             for (block, part), outcome in zip(self._called, outcomes, strict=True):
                 self._check(block, part, outcome)
                 for row, value in zip(part, values_of(outcome.result), strict=False):

@@ -58,7 +58,8 @@ class LaneGroup:
         self.absence = Absence(self.blocks, padding_after_seconds)
         #: Blocks whose step was cancelled, or will be if its caller is interrupted.
         self._cancelled: set[int] = set()
-        self._called: set[int] = set()  # blocks with a reset or call in flight
+        #: Blocks with a reset or call in flight, which may have been interrupted.
+        self._reset_or_called: set[int] = set()
         #: Maps block positions to the outcomes of late steps, which are kept while a
         #: reset or call of the block is in flight.
         self._deferred: dict[int, DeferredOutcome] = {}
@@ -66,7 +67,7 @@ class LaneGroup:
     @property
     def is_waiting(self) -> bool:
         """Whether operations of blocks were started and not released."""
-        return bool(self.in_flight or self._cancelled or self._called)
+        return bool(self.in_flight or self._cancelled or self._reset_or_called)
 
     # Steps.
 
@@ -91,7 +92,7 @@ class LaneGroup:
         Raises:
           LocalProtocolError: Some of the rows are in flight.
         """
-        if self._called or self._cancelled:
+        if self._reset_or_called or self._cancelled:
             self._clean_up(row_set.positions)
         if not self.in_flight.isdisjoint(row_set.positions):
             raise self.blocks.in_flight_error(row_set.positions & self.in_flight)
@@ -244,7 +245,7 @@ class LaneGroup:
             longer.
           ServerLost: Every lane has given up.
         """
-        outcomes = self.finish_call(positions, deadline)
+        outcomes = self.finish(positions, deadline)
         self._raise_if_all_have_given_up()
         return {
             row + self.blocks[position].offset: info
@@ -285,7 +286,7 @@ class LaneGroup:
                 self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
                 self.absence.late_steps.discard(position)
-        self._called |= positions
+        self._reset_or_called |= positions
         not_started = set(operations)
         for lane, group in by_lane.items():
             submit: Callable[[Any], None]
@@ -305,7 +306,7 @@ class LaneGroup:
             not_started.difference_update(group)
         self.queue.is_updating = False
 
-    def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
+    def finish(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
         """Wait until resets or calls have finished.
 
         Returns:
@@ -315,7 +316,7 @@ class LaneGroup:
           EnvserveError: The first error of a block.
           EnvTimeout: See `finish_reset`.
         """
-        if not positions <= self._called:
+        if not positions <= self._reset_or_called:
             raise LocalProtocolError(
                 "the reset or call was interrupted; start it again"
             )
@@ -336,7 +337,7 @@ class LaneGroup:
         finished = [
             outcomes.pop(each) for each in sorted(positions) if each in outcomes
         ]
-        self._called -= positions
+        self._reset_or_called -= positions
         for position in positions & self._deferred.keys():
             outcomes[position] = self._deferred.pop(position).restore()
         self.queue.is_updating = False
@@ -351,7 +352,7 @@ class LaneGroup:
             lane that has given up ends its resets and calls by itself.
         """
         while waiting := positions - self.queue.outcomes.keys():
-            for position in (waiting & self.queue.absent()) - self._called:
+            for position in (waiting & self.queue.absent()) - self._reset_or_called:
                 error = self.blocks[position].lane.give_up_error
                 if error is not None:
                     raise error
@@ -375,7 +376,7 @@ class LaneGroup:
             self.queue.outcomes[position] = deferred.restore()
         self.queue.invalidate("a call was interrupted")
         self.absence.clear()
-        for blocks in (self._called, self._cancelled, self._deferred):
+        for blocks in (self._reset_or_called, self._cancelled, self._deferred):
             blocks.clear()
         for position in self.in_flight:
             block = self.blocks[position]
@@ -389,9 +390,9 @@ class LaneGroup:
 
     def _clean_up(self, positions: Iterable[int]) -> None:
         """Wait for interrupted or cancelled operations, and discard their results."""
-        if called := self._called.intersection(positions):
-            self._wait_for(called)
-            self._take_outcomes(called)
+        if interrupted := self._reset_or_called.intersection(positions):
+            self._wait_for(interrupted)
+            self._take_outcomes(interrupted)
         if cancelled := self._cancelled.intersection(positions):
             self._drop_cancelled(cancelled)
 

@@ -37,7 +37,8 @@ from envserve.worker.template import kill_group
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_START: Final = (
+#: Code that the template process runs.
+_TEMPLATE_CODE: Final = (
     "import json, resource; "
     "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
@@ -244,7 +245,7 @@ class Launcher:
                 }
             )
             command = python_command(
-                _START,
+                _TEMPLATE_CODE,
                 str(template_end.fileno()),
                 json.dumps(self._limits),
                 path=search_path(),

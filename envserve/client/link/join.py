@@ -71,9 +71,9 @@ def join(
             )
         raise ConnectError(_failure_text(findings, keys))
     message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
-    left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
+    remaining = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
     with contextlib.closing(Connection(responsive[0], keys)) as connection:
-        request(connection, message, MessageType.JOINED, left)
+        request(connection, message, MessageType.JOINED, remaining)
     return responsive
 
 
@@ -91,8 +91,10 @@ def _connect_to_all(
     def connect(address: str) -> Finding:
         previous = Finding.UNKNOWN
         while True:
-            left = max(0.1, deadline - time.monotonic())
-            finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
+            remaining = max(0.1, deadline - time.monotonic())
+            finding = diagnose_connection(
+                address, keys, min(remaining, _ATTEMPT_SECONDS)
+            )
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
                 is_over.set()
             # Except for NOT_ZEROMQ, require the same finding twice, because a server

@@ -103,8 +103,8 @@ def diagnose_connection(
     findings: list[Finding] = []
     deadline = time.monotonic() + timeout_seconds
     while addresses and Finding.OK not in findings:
-        left = max(0.0, deadline - time.monotonic())
-        ip_deadline = time.monotonic() + left / len(addresses)
+        remaining = max(0.0, deadline - time.monotonic())
+        ip_deadline = time.monotonic() + remaining / len(addresses)
         findings.append(_diagnose_ip(addresses.pop(0), keys, ip_deadline))
     return min(findings, key=lambda finding: _PRIORITIES.get(finding, 1))
 
@@ -153,8 +153,8 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
             stream.connect(re.sub("^@", "\0", rest))  # @: an abstract socket
     if scheme != "tcp":
         raise ValueError(f"expected a tcp address; got {address!r}")
-    left = max(0.01, deadline - time.monotonic())
-    with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
+    remaining = max(0.01, deadline - time.monotonic())
+    with socket.create_connection((host.strip("[]"), int(port)), remaining) as stream:
         stream.sendall(_OUR_GREETING)
         soon = (time.monotonic() + deadline) / 2
         if not (greeting := _receive(stream, _GREETING_BYTES, soon)):
@@ -372,5 +372,5 @@ class Diagnosis:
             time.sleep(_CONFIRM_SECONDS)
             finding = diagnose_connection(*self._target, self._timeout_seconds)
         self._error = connection_error(finding, *self._target)
-        may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
-        self.is_final = finding not in (*may_pass, Finding.REFUSED)
+        temporary = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
+        self.is_final = finding not in (*temporary, Finding.REFUSED)
