@@ -342,8 +342,8 @@ class Lane(Protocol):
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Wait until `min_finished` operations have finished, and return the outcomes.
 
-        Return fewer outcomes after the timeout, if no more operations are in flight, or
-        if a block in flight has become absent since the last call.
+        Return fewer outcomes if the timeout expires, if no more operations are in
+        flight, or if a block in flight has become absent since the last call.
         """
 
     def invalidate(self, reason: str) -> None:

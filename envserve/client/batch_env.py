@@ -929,7 +929,7 @@ class BatchEnv:
         if self._pending_call is not None:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self.has_reset:
-            raise ResetFirst("call reset() for all envs before the first step")
+            raise ResetFirst("call reset() for all envs before the next step")
 
     def _in_use_error(self) -> LocalProtocolError:
         return LocalProtocolError(

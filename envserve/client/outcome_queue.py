@@ -49,7 +49,7 @@ class OutcomeQueue:
     ) -> None:
         """Wait until `min_finished` of the `waiting` blocks have finished.
 
-        Return earlier after the timeout, or if a block has become absent.
+        Return earlier if the timeout expires, or if a block has become absent.
 
         Raises:
           LocalProtocolError: Nothing is in flight.
@@ -152,10 +152,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting.
-
-        Return None unless every lane has such an error.
-        """
+        """Return the error to raise instead of waiting, once every lane has one."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

@@ -89,6 +89,7 @@ class _RestartSchedule:
     def plan(
         self, is_failure: bool, is_unstarted: bool, has_stepped: bool, now: float
     ) -> None:
+        """Schedule the next start, after a process has ended or was not started."""
         if has_stepped:
             self.num_failures = 0
         self.num_failures += is_failure
