@@ -142,7 +142,7 @@ def remote_name(env: EnvLike) -> str:
       TypeError, UnknownEnv: Servers cannot create this env.
     """
     if isinstance(env, Sequence) and not isinstance(env, str):
-        if all(isinstance(item, str) for item in env):
+        if all(isinstance(element, str) for element in env):
             raise TypeError(
                 f"expected the name of an env; got the list {list(env)}; if these are "
                 "addresses, pass them after the name"

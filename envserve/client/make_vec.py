@@ -274,7 +274,7 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
     if isinstance(previous, Mapping):
         settings["env_kwargs"] = {**previous, **added}
     else:  # a list with the arguments of each env
-        settings["env_kwargs"] = [{**item, **added} for item in previous]
+        settings["env_kwargs"] = [{**kwargs, **added} for kwargs in previous]
 
 
 def _arguments_of(env: EnvLike) -> Collection[str]:

@@ -487,8 +487,9 @@ class BlockOperations:
         their outcomes were already collected.
         """
         # Usually, episodes have ended. Comparing bytes is faster than NumPy calls.
-        data = flags.tobytes()
-        if data.endswith(bytes(flags.shape[1])) and not data.translate(None, b"\0\1"):
+        flag_bytes = flags.tobytes()
+        are_all_ok = flag_bytes.endswith(bytes(flags.shape[1]))
+        if are_all_ok and not flag_bytes.translate(None, b"\0\1"):
             return
         invalid: Array = np.logical_or.reduce(flags > _MAX_FLAGS)
         finished = {outcome.block: outcome for outcome in self.outcomes}

@@ -144,8 +144,8 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
     """Yield the envs of a worker from `built`; add a hint if one is not built."""
     is_first = True
     try:
-        for item in built:
-            yield item
+        for env in built:
+            yield env
             is_first = False
     except Exception as error:
         if not is_first:
@@ -195,7 +195,7 @@ class _Worker:
 
     def _build(self) -> EnvSpec:
         blocks = self._blocks.values()
-        built = _with_hint(item for block in blocks for item in block.build())
+        built = _with_hint(env for block in blocks for env in block.build())
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
         for env_index, spec in built:

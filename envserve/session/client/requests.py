@@ -134,8 +134,8 @@ class Requests:
       session: Number of the session.
       boot: Boot id of the server; 0 until its WELCOME arrives.
       epoch: Number of the lease; 0 until it is granted.
-      outbox: Frames to send, by request id, in sending order; the transport deletes
-        entries that it has sent.
+      outbox: Frames to send, by request id (with other keys for a PING and a DETACH),
+        in sending order; the transport deletes entries that it has sent.
       unanswered: Requests without a complete reply, by id.
       liveness: Liveness of the server.
       num_resends: Number of copies sent.

@@ -434,7 +434,7 @@ class Lease:
     def _pack_report(self, outcomes: Collection[Outcome]) -> bytes:
         """Return the report frame of a RESULT."""
         redacted = self._reply_builder.redacted
-        packed = (out.packed_infos.items() for out in outcomes)
+        packed = (outcome.packed_infos.items() for outcome in outcomes)
         infos = RowInfos()
         for outcome in outcomes:
             infos.add(outcome.infos)
