@@ -156,7 +156,7 @@ def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvS
                 "use {row} in env_kwargs."
             )
         # Gymnasium and the old Gym have classes of this name.
-        elif "UnregisteredEnv" in (cls.__name__ for cls in type(error).__mro__):
+        elif "UnregisteredEnv" in (item.__name__ for item in type(error).__mro__):
             error.add_note(
                 "Hint: If a module registers this env when it is imported, name that "
                 "module in import_modules (servers: --import). Workers do not run the "
