@@ -146,18 +146,20 @@ class Reset:
           LocalProtocolError: There are no rows, they are not distinct rows of the
             block, or there is not one valid seed per row.
         """
-        rows, seeds = block.rows, self.seeds
-        listed = rows if self.env_indices is None else self.env_indices
-        are_rows = 0 < len({*listed}) == len(listed) and {*listed} <= {*rows}
-        values = [0] * len(listed) if seeds is None else [seed or 0 for seed in seeds]
-        fits = len(values) == len(listed) and all(0 <= seed < 2**63 for seed in values)
-        if not (are_rows and fits):
+        seeds = self.seeds
+        rows = block.rows if self.env_indices is None else self.env_indices
+        are_distinct = 0 < len({*rows}) == len(rows)
+        values = [0] * len(rows) if seeds is None else [seed or 0 for seed in seeds]
+        has_seeds = len(values) == len(rows) and all(
+            0 <= seed < 2**63 for seed in values
+        )
+        if not (are_distinct and {*rows} <= {*block.rows} and has_seeds):
             raise LocalProtocolError(
-                f"block {block.index}: expected one or more distinct rows in {rows}, "
-                f"each with a seed in [0, 2**63) or None; got rows {listed!s:.200} and "
-                f"seeds {seeds!s:.200}"
+                f"block {block.index}: expected one or more distinct rows in "
+                f"{block.rows}, each with a seed in [0, 2**63) or None; got rows "
+                f"{rows!s:.200} and seeds {seeds!s:.200}"
             )
-        return listed
+        return rows
 
 
 #: Kinds of attribute access.
@@ -340,8 +342,8 @@ class Lane(Protocol):
     def collect(self, timeout_seconds: float, min_finished: int = 1) -> list[Outcome]:
         """Wait until `min_finished` operations have finished, and return the outcomes.
 
-        Return fewer outcomes after the timeout, if no more operations are in flight, or
-        if a block in flight has become absent since the last call.
+        Return fewer outcomes if the timeout expires, if no more operations are in
+        flight, or if a block in flight has become absent since the last call.
         """
 
     def invalidate(self, reason: str) -> None:

@@ -109,20 +109,20 @@ class Rows:
         arrays = map_arrays(_layout(spec, num_envs), buffer)
         num_observations = len(spec.observation_leaves)
         num_actions = len(spec.action_leaves)
-        head = num_observations + num_actions
-        reward, terminated, truncated, status = arrays[head : head + 4]
+        reward_index = num_observations + num_actions
+        reward, terminated, truncated, status = arrays[reward_index : reward_index + 4]
         flags = np.lib.stride_tricks.as_strided(
             terminated.view(np.uint8), (3, num_envs), (_aligned(num_envs), 1)
         )
         return cls(
             observation=tuple(arrays[:num_observations]),
-            action=tuple(arrays[num_observations:head]),
+            action=tuple(arrays[num_observations:reward_index]),
             reward=reward,
             terminated=terminated,
             truncated=truncated,
             status=status,
             flags=flags,
-            final_observation=tuple(arrays[head + 4 :]),
+            final_observation=tuple(arrays[reward_index + 4 :]),
         )
 
 

@@ -241,7 +241,9 @@ def num_non_finite(rollout: Rollout, infos: Mapping[tuple[int, int], Any]) -> in
       rollout: The rollout.
       infos: Infos by step and env index; the info of a lost row describes the fault.
     """
-    faults = [info.get("fault") for at, info in infos.items() if not rollout.valid[at]]
+    faults = [
+        info.get("fault") for index, info in infos.items() if not rollout.valid[index]
+    ]
     texts = [str(fault.get("text")) for fault in faults if isinstance(fault, dict)]
     return sum(text.endswith(_NON_FINITE) for text in texts)
 
@@ -273,13 +275,13 @@ class EpisodeTracker:
           infos: Infos of the steps that ended an episode, by step and env index.
         """
         episodes = []
-        ends = rollout.done
-        for step in range(len(ends)):
+        done = rollout.done
+        for step in range(len(done)):
             valid = rollout.valid[step]
             self._total_reward += np.where(valid, rollout.reward[step], 0.0)
             self._length += valid
             self._has_invalid_step |= ~valid
-            for env_index in np.flatnonzero(ends[step]).tolist():
+            for env_index in np.flatnonzero(done[step]).tolist():
                 self.consecutive_lost[env_index] += 1
                 if not self._has_invalid_step[env_index]:
                     self.consecutive_lost[env_index] = 0

@@ -254,7 +254,7 @@ class Simulation:
                 States.zero(len(split.env_indices), self._state_sizes)
                 for split in self._splits
             ]
-            self._start()
+            self._reset_envs()
         with (
             tf.experimental.function_executor_type(self._executor),
             self._blas.limit(limits=1),
@@ -276,11 +276,11 @@ class Simulation:
                 self._receive(split, self._horizon - 1)
             self._check_results()
             for split, stacked in zip(self._splits, outputs, strict=True):
-                self._record(split, tf.nest.map_structure(np.asarray, stacked))
+                self._store_outputs(split, tf.nest.map_structure(np.asarray, stacked))
         self._states = tf.nest.map_structure(np.asarray, states)
         return self._rollout
 
-    def _start(self) -> None:
+    def _reset_envs(self) -> None:
         """Reset all envs, after receiving steps that an interrupted rollout sent."""
         batch = self._env.env
         # `reset` discards the result of an interrupted `step`. The results of `send`
@@ -370,18 +370,20 @@ class Simulation:
         outputs = []
         for rows, split_noise, state in zip(observations, noise, states, strict=True):
             # This call only determines shapes; TensorFlow prunes its operations.
-            _, chosen, _ = act(rows, split_noise[0], state.after)
-            outputs.append(tf.nest.map_structure(self._tensor_array, chosen))
+            _, step_outputs, _ = act(rows, split_noise[0], state.after)
+            outputs.append(tf.nest.map_structure(self._tensor_array, step_outputs))
 
         def body(step: tf.Tensor, *parts: Any) -> tuple[tf.Tensor, Any, Any, Any]:
             observations, states, outputs = map(list, parts)
             for index, split_noise in enumerate(noise):
                 state = states[index].after
-                env_action, chosen, after = act(
+                env_action, step_outputs, after = act(
                     observations[index], tf.gather(split_noise, step), state
                 )
                 outputs[index] = tf.nest.map_structure(
-                    lambda array, rows: array.write(step, rows), outputs[index], chosen
+                    lambda array, rows: array.write(step, rows),
+                    outputs[index],
+                    step_outputs,
                 )
                 states[index] = States(state, after)
                 following = (index + 1) % len(indices)
@@ -432,21 +434,21 @@ class Simulation:
         rows = np.arange(batch.num_envs)
         while rows.size or batch.num_in_flight:
             if rows.size:
-                at = steps[rows], rows
+                index = steps[rows], rows
                 state = tuple(part[rows] for part in before)
-                inputs = [leaf[at] for leaf in observations]
+                inputs = [leaf[index] for leaf in observations]
                 env_action, action, policy_params, *next_state = act(
-                    inputs, noise[at], *state
+                    inputs, noise[index], *state
                 )
-                chosen = _Outputs(action, policy_params, state)
-                leaves = tf.nest.flatten(chosen)
+                step_outputs = _Outputs(action, policy_params, state)
+                leaves = tf.nest.flatten(step_outputs)
                 if not outputs:
                     shape = horizon, batch.num_envs
                     outputs = [
                         np.zeros((*shape, *x.shape[1:]), x.dtype) for x in leaves
                     ]
                 for array, part in zip(outputs, leaves, strict=True):
-                    array[at] = part
+                    array[index] = part
                 for array, part in zip(after, next_state, strict=True):
                     array[rows] = part
                 try:
@@ -455,10 +457,10 @@ class Simulation:
                     self._check_policy(rows, inputs, env_action)
                     raise
             rows, result = batch.recv(min(self._min_envs, batch.num_in_flight))
-            at = steps[rows], rows
+            index = steps[rows], rows
             received = tf.nest.flatten(result._replace(infos={}))
             for array, part in zip(results, received, strict=True):
-                array[at] = part
+                array[index] = part
             self._on_step()
             for row, info in result.infos.items():
                 self.infos[int(steps[row]), row] = info
@@ -473,7 +475,7 @@ class Simulation:
             # Keep `rows` if possible: `send` is fastest with the array from `recv`.
             if not is_unfinished.all():
                 rows = rows[is_unfinished]
-        stacked = tf.nest.pack_sequence_as(chosen, outputs)
+        stacked = tf.nest.pack_sequence_as(step_outputs, outputs)
         return [stacked], [States(tuple(before), tuple(before))]
 
     def _call_policy(
@@ -496,7 +498,7 @@ class Simulation:
         action, *others = self._policy(*arguments, observation, noise, *state)
         return self._env.to_env_action(action), action, *others
 
-    def _record(self, split: SplitRows, outputs: _Outputs) -> None:
+    def _store_outputs(self, split: SplitRows, outputs: _Outputs) -> None:
         """Store the policy outputs of a split, and compute their log-probabilities.
 
         Args:

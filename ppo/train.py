@@ -140,28 +140,29 @@ def train(
                     "those of an earlier run; pass resume=True to continue it, or use "
                     "another folder."
                 )
-        counters = _first_counters(run_folder) if resume else ()
-        first = Counters(*learners.gather(counters)[0])
+        counters = _counters_to_resume(run_folder) if resume else ()
+        start_counters = Counters(*learners.gather(counters)[0])
         callbacks = Callbacks(config.callbacks)
         seed = config.seed
-        if first.iteration > 0:  # a resumed run must not replay its first episodes
-            seed = derived_seed(seed, first.iteration, 1)
+        if start_counters.iteration > 0:
+            # A resumed run must not replay its first episodes.
+            seed = derived_seed(seed, start_counters.iteration, 1)
         num_envs = config.per_learner(learners.num).num_envs
         env = stack.enter_context(
             make_env(num_envs=num_envs, seed=seed, is_training=True)
         )
-        run = TrainingRun(config, env, first, algorithm, on_step, learners)
+        run = TrainingRun(config, env, start_counters, algorithm, on_step, learners)
         run.before_update = callbacks.before_update
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
             with _algorithm_data_errors(run_folder):
-                run.algorithm.load_data(run_folder.algorithm_data, first.steps)
+                run.algorithm.load_data(run_folder.algorithm_data, start_counters.steps)
         if learners.is_chief:  # the config matches the checkpoint, if there is one
             run_folder.save_config(config)
         learners.broadcast(checkpoint.variables(run.state))
         evaluator = PeriodicEvaluator(run.agent, config, make_env, on_step)
-        resumed_from = first if resume else None
+        resumed_from = start_counters if resume else None
         writer = stack.enter_context(
             MetricsWriter(run_folder.path, config, resumed_from=resumed_from)
         )
@@ -191,7 +192,8 @@ class _Loop:
         self._last_saved = -math.inf  # the first iteration is always saved
         self._saved_iteration = self._run.counters.iteration
         self._window = ReportWindow()
-        self._evaluated: dict[str, float] = {}
+        #: Metrics of an evaluation that is not reported yet.
+        self._evaluation_metrics: dict[str, float] = {}
         self._best_return = checkpoint.best_return(self._run_folder.checkpoints)
 
     def run(
@@ -206,15 +208,15 @@ class _Loop:
                 metrics = self._iterate()
                 if self._is_evaluation_due(before):
                     evaluation = self._evaluate()
-                    metrics |= self._evaluated
-                metrics |= (numbers := self._callbacks(self._run, metrics))
-                self._window.add(0, numbers)
-                ends = self._learners.gather((self._run.is_finished, should_stop()))
-                if any(is_finished for is_finished, _ in ends):
+                    metrics |= self._evaluation_metrics
+                metrics |= (callback_metrics := self._callbacks(self._run, metrics))
+                self._window.add(0, callback_metrics)
+                stops = self._learners.gather((self._run.is_finished, should_stop()))
+                if any(is_finished for is_finished, _ in stops):
                     self._run.stop()  # another learner's callback may have stopped it
                 if evaluation is None and self._is_evaluation_due(before):
                     evaluation = self._evaluate()  # a callback has stopped the run
-                    metrics |= self._evaluated
+                    metrics |= self._evaluation_metrics
             except DivergedError:
                 self._report()
                 raise
@@ -229,7 +231,7 @@ class _Loop:
                 self._report()
                 self._save(evaluation)
                 break
-            is_last = any(map(any, ends))
+            is_last = any(map(any, stops))
             if is_last or evaluation is not None or self._is_report_due(before):
                 self._report()
             if self._is_best(evaluation) or is_last or self._is_save_due(before):
@@ -271,7 +273,7 @@ class _Loop:
     def _evaluate(self) -> Evaluation:
         started = time.perf_counter()
         evaluation = self._evaluator.evaluate()
-        self._evaluated = {
+        self._evaluation_metrics = {
             "evaluation_return": evaluation.mean_return,
             "evaluation_return_std": evaluation.std_return,
             "evaluation_length": float(np.mean(evaluation.lengths)),
@@ -288,8 +290,8 @@ class _Loop:
             return
         row = self._window.take()
         # The loop's metrics come first, and override metrics of the same name.
-        row = row | self._run.statistics() | row | self._evaluated
-        self._evaluated = {}
+        row = row | self._run.statistics() | row | self._evaluation_metrics
+        self._evaluation_metrics = {}
         self._writer.write(self._run.counters.steps, row)
 
     def _is_best(self, evaluation: Evaluation | None) -> bool:
@@ -356,7 +358,7 @@ def _result(run: TrainingRun, run_folder: RunFolder) -> TrainResult:
     )
 
 
-def _first_counters(run_folder: RunFolder) -> Counters:
+def _counters_to_resume(run_folder: RunFolder) -> Counters:
     """Return the counters of a run to resume; zeros if it has no checkpoint yet.
 
     Raises:

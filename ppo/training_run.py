@@ -65,12 +65,12 @@ class TrainingRun:
         self.config, self.env, self.counters = config, env, counters
         self.is_stopped = False
         self.learners = learners
-        share = config.per_learner(learners.num)
+        learner_config = config.per_learner(learners.num)
         self.agent = algorithm.make_agent(
             env.observation_space, env.action_space, config
         )
         graph_env = InGraphBatchEnv(env, self.agent.actions)
-        self.algorithm = algorithm(self.agent, share, learners)
+        self.algorithm = algorithm(self.agent, learner_config, learners)
         self.simulation = Simulation(
             graph_env,
             self.agent.act_from,
@@ -118,7 +118,7 @@ class TrainingRun:
         #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
-        self.tracker = EpisodeTracker(share.num_envs)
+        self.tracker = EpisodeTracker(learner_config.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps(config.horizon)
 
@@ -159,7 +159,10 @@ class TrainingRun:
         return self.simulation.run(self._seeds(iteration)[0], self._snapshot)
 
     def _learn(self, rollout: Rollout, after: Counters) -> dict[str, float]:
-        """Update the agent, unless the rollout has no valid step; return metrics."""
+        """Update the agent, unless the rollout has no valid step; return metrics.
+
+        `after` contains the counters after this iteration.
+        """
         counters = self.counters
         if after.steps == counters.steps:
             return {}
@@ -203,7 +206,7 @@ class TrainingRun:
         tf.nest.map_structure(lambda old, new: old.assign(new), acting, newest)
         # If the collection has failed, a stop must not interrupt the update.
         with contextlib.suppress(TrainingStopped), ThreadPoolExecutor(1) as pool:
-            learned = pool.submit(self._learn, rollout, after)
+            update = pool.submit(self._learn, rollout, after)
             if not self.config.is_finished_after(after.steps):
                 seed, _ = self._seeds(after.iteration)
                 self._next_rollout = Future()
@@ -211,12 +214,12 @@ class TrainingRun:
                     self._next_rollout.set_result(self.simulation.run(seed, acting))
                 except Exception as error:
                     self._next_rollout.set_exception(error)
-        return learned.result()
+        return update.result()
 
     def iterate(self) -> dict[str, float]:
         """Collect one rollout, update the agent, and return the metrics."""
         config, counters, learners = self.config, self.counters, self.learners
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         self.rollout = rollout = self._collect(counters.iteration)
         infos = self.simulation.infos
         episodes = self.tracker.add(rollout, infos)
@@ -225,17 +228,17 @@ class TrainingRun:
         is_masking = config.nonfinite == "mask"
         num_masked = num_non_finite(rollout, infos) if is_masking else 0
         counts = int(rollout.valid.sum()), int(lost.sum()), num_masked
-        parts = learners.gather((counts, newest))
-        collected = time.perf_counter()
+        gathered = learners.gather((counts, newest))
+        collected_at = time.perf_counter()
         num_valid, num_lost, num_masked = map(
-            sum, zip(*[counts for counts, _ in parts], strict=True)
+            sum, zip(*[counts for counts, _ in gathered], strict=True)
         )
         after = Counters(counters.iteration + 1, counters.steps + num_valid)
-        for _, episodes in parts:
+        for _, episodes in gathered:
             self.recent.extend(Episode(*episode) for episode in episodes)
         callback_metrics = self.before_update(self)  # may change rollout.reward
         learn = self._learn_and_collect if config.overlap else self._learn
-        learned = learn(rollout, after)
+        learn_metrics = learn(rollout, after)
         # Update the statistics after learning, because the log-probabilities in the
         # rollout depend on the previous statistics.
         observation = tf.nest.map_structure(
@@ -243,10 +246,10 @@ class TrainingRun:
         )  # [T + 1, B, ...] -> [T * B, ...]
         self.agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
         self.counters = after
-        finished = time.perf_counter()
+        finished_at = time.perf_counter()
         return {
             **callback_metrics,
-            **learned,
+            **learn_metrics,
             "iteration": self.counters.iteration,
             "mean_return": self.mean_return,
             "mean_length": _mean([episode.length for episode in self.recent]),
@@ -254,8 +257,8 @@ class TrainingRun:
             "lost_episodes": float(num_lost),
             **({"nonfinite_episodes": num_masked} if is_masking else {}),
             "valid_fraction": num_valid / config.steps_per_iteration,
-            "rollout_seconds": collected - started,
-            "update_seconds": finished - collected,
+            "rollout_seconds": collected_at - started_at,
+            "update_seconds": finished_at - collected_at,
             **info_means(self.recent),
         }
 

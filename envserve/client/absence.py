@@ -72,18 +72,18 @@ class Absence:
         self.awaited_late_steps |= late
         return positions - late
 
-    def current_rows(self, num_rows: int, ended: Collection[int]) -> Array:
+    def current_rows(self, num_rows: int, finished: Collection[int]) -> Array:
         """Return a mask of the rows whose last observation is in `observation`.
 
         In all other rows, the last observation is in `final_observation`, because their
-        late step is still running or has ended the episode. `ended` contains the
-        positions of the blocks whose step has ended.
+        late step is still running or has ended the episode. `finished` contains the
+        positions of the blocks whose step has finished.
         """
         is_current = np.ones(num_rows, np.bool_)
         for position in self.late_steps:
             block = self._blocks[position]
-            has_ended = position in ended
-            is_current[block.start : block.stop] = has_ended & ~block.ended
+            has_finished = position in finished
+            is_current[block.start : block.stop] = has_finished & ~block.ended
         return is_current
 
     def clear(self) -> None:
@@ -105,13 +105,17 @@ class Absence:
         """
         # Time counts towards `padding_after` only while at least one block is present.
         previous = self.absent_since if self._is_any_present else {}
-        self.absent_since = {at: previous.get(at, now) for at in absent}
+        self.absent_since = {
+            position: previous.get(position, now) for position in absent
+        }
         self._is_any_present = len(absent) < len(self._blocks)
         self.padded.clear()
         self.next_pad = np.inf
         if self._is_any_present:  # a step that returns only padding would be useless
-            times = {at: self._pad_at(at) for at in absent & waiting}
-            self.padded.update(at for at, time in times.items() if now >= time)
+            times = {position: self._pad_at(position) for position in absent & waiting}
+            self.padded.update(
+                position for position, time in times.items() if now >= time
+            )
             self.next_pad = min((t for t in times.values() if t > now), default=np.inf)
 
     def _pad_at(self, position: int) -> float:

@@ -85,8 +85,8 @@ class AttributeAccess:
             ):
                 part = part[: len(part) // 2]
                 packed = self._pack(part)
-            at = tuple([row - block.offset for row in part])
-            call = Call(block.lane_block, at, self._kind, self._name, packed)
+            lane_rows = tuple([row - block.offset for row in part])
+            call = Call(block.lane_block, lane_rows, self._kind, self._name, packed)
             calls[block.position] = call
             called.append((block, part))
         self._group.start(calls)
@@ -102,7 +102,7 @@ class AttributeAccess:
         """
         while len(self._values) < len(self._rows):
             positions = {block.position for block, _ in self._called}
-            outcomes = self._group.finish_call(positions, deadline)
+            outcomes = self._group.finish(positions, deadline)
             for (block, part), outcome in zip(self._called, outcomes, strict=True):
                 self._check(block, part, outcome)
                 for row, value in zip(part, values_of(outcome.result), strict=False):

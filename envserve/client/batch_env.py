@@ -157,7 +157,7 @@ class BatchEnv:
         self.blocks = self._row_sets.rows_by(lambda block: block.position)
         self.splits = self._row_sets.rows_by(lambda block: block.split)
         self.autoreset = autoreset
-        self._actions = actions
+        self._action_mode = actions
         self._raises_faults = on_fault == "raise"
         #: Held while a method runs. The thread that holds it may acquire it again, as a
         #: signal handler that uses the batch does.
@@ -168,7 +168,9 @@ class BatchEnv:
         #: batch has been reset at least once when this reset has finished.
         self._pending_reset: tuple[Array, Set[int], bool] | None = None
         self._pending_call: AttributeAccess | None = None
-        self._ended = np.zeros(self.num_envs, np.bool_)
+        #: Mask of the rows that must be reset before the next step, bool `[num_envs]`;
+        #: used only with autoreset "disabled".
+        self._must_reset = np.zeros(self.num_envs, np.bool_)
         self._recorder = StepRecorder()
         #: Why the batch can no longer be used; empty while it can.
         self._unusable = ""
@@ -496,7 +498,7 @@ class BatchEnv:
             raise
         self._pending_reset = None
         self.has_reset = has_reset
-        self._ended[indices] = False
+        self._must_reset[indices] = False
         return self.last_observation(indices)
 
     def cancel_reset(self) -> None:
@@ -516,8 +518,8 @@ class BatchEnv:
         """
         indices = np.arange(self.num_envs) if env_indices is None else env_indices
         lane_rows = [lane.rows for lane in self.lanes]
-        ended = self._group.queue.outcomes.keys()
-        is_current = self._group.absence.current_rows(self.num_envs, ended)
+        finished = self._group.queue.outcomes.keys()
+        is_current = self._group.absence.current_rows(self.num_envs, finished)
         leaves = _concatenate([rows.observation for rows in lane_rows])
         if not is_current.all():
             finals = _concatenate([rows.final_observation for rows in lane_rows])
@@ -570,20 +572,23 @@ class BatchEnv:
             began_at = time.perf_counter()
             all_rows = self._row_sets.all_rows
             num_actions = 0 if self.is_single else self.num_envs
-            arrays = check_actions(self.spec, actions, None, num_actions, self._actions)
+            arrays = check_actions(
+                self.spec, actions, None, num_actions, self._action_mode
+            )
             if self.autoreset == "disabled":
                 self._check_not_ended(all_rows)
-            group.send(all_rows, arrays, together=True, is_cancelled=True)
+            group.send(all_rows, arrays, together=True, cancels_on_interrupt=True)
             ready = group.wait(all_rows.positions, None, math.inf)
-            result, error = self._result(all_rows, out)
+            result, failure = self._result(all_rows, out)
             self._recorder.latencies.append(time.perf_counter() - began_at)
-            if error is not None:
+            if failure is not None:
+                _, error = failure
                 # An EnvError discards the other rows of the step, so all envs must be
                 # reset. A reset does not help if envs cannot be built any more.
-                is_fault = isinstance(error[1], EnvError)
-                self.has_reset = not is_fault or isinstance(error[1], EnvStartError)
+                is_fault = isinstance(error, EnvError)
+                self.has_reset = not is_fault or isinstance(error, EnvStartError)
                 group.release(ready)
-                raise error[1]
+                raise error
             group.release(ready)
             return result
         finally:
@@ -615,7 +620,7 @@ class BatchEnv:
         self._begin(needs_reset=True)
         row_set, order = self._row_sets.for_rows(env_indices)
         arrays = check_actions(
-            self.spec, actions, env_indices, len(row_set), self._actions
+            self.spec, actions, env_indices, len(row_set), self._action_mode
         )
         self._check_not_ended(row_set)
         if order is not None:
@@ -676,10 +681,11 @@ class BatchEnv:
                 f"only {len(row_set)} of {num_rows} rows have finished within "
                 f"{timeout} s. Nothing is lost: call recv() again"
             )
-        result, error = self._result(row_set, out)
-        if error is not None:
-            group.release({error[0]})
-            raise error[1]
+        result, failure = self._result(row_set, out)
+        if failure is not None:
+            position, error = failure
+            group.release({position})
+            raise error
         group.release(ready)
         return row_set.env_indices, result
 
@@ -923,7 +929,7 @@ class BatchEnv:
         if self._pending_call is not None:
             raise LocalProtocolError("a call is in flight; call recv_call() first")
         if needs_reset and not self.has_reset:
-            raise ResetFirst("call reset() for all envs before the first step")
+            raise ResetFirst("call reset() for all envs before the next step")
 
     def _in_use_error(self) -> LocalProtocolError:
         return LocalProtocolError(
@@ -932,7 +938,7 @@ class BatchEnv:
         )
 
     def _check_not_ended(self, row_set: RowSet) -> None:
-        ended = row_set.env_indices[self._ended[row_set.env_indices]]
+        ended = row_set.env_indices[self._must_reset[row_set.env_indices]]
         if ended.size:
             raise LocalProtocolError(
                 f"the episodes of envs {ended.tolist()} have ended; "
@@ -949,7 +955,7 @@ class BatchEnv:
           block and the error, otherwise None.
         """
         infos: RowInfos | None = None
-        first_error = None
+        first_failure = None
         outcomes = self._group.queue.outcomes
         for block in row_set.blocks:
             outcome = outcomes.get(block.position)  # None for padding
@@ -958,8 +964,8 @@ class BatchEnv:
             ):
                 infos = RowInfos() if infos is None else infos
                 error = add_infos(infos, outcome, block, self._raises_faults)
-                if error is not None and first_error is None:
-                    first_error = (block.position, error)
+                if error is not None and first_failure is None:
+                    first_failure = (block.position, error)
         info_dicts = {} if infos is None else infos.simplified()
         result = gather_result(self.spec, row_set, info_dicts, out)
         absence = self._group.absence
@@ -972,14 +978,14 @@ class BatchEnv:
             ended = result.terminated | result.truncated
             if self.steps_ended:
                 ended = result.lost
-            self._ended[row_set.env_indices] = ended
-        if first_error is None:
+            self._must_reset[row_set.env_indices] = ended
+        if first_failure is None:
             recorder = self._recorder
             recorder.steps += 1
             recorder.rows += len(result.valid)
             if b"\0" in result.valid.tobytes():
                 recorder.count_invalid(result.valid, result.status)
-        return result, first_error
+        return result, first_failure
 
 
 #: All batches of this process.

@@ -142,7 +142,7 @@ def remote_name(env: EnvLike) -> str:
       TypeError, UnknownEnv: Servers cannot create this env.
     """
     if isinstance(env, Sequence) and not isinstance(env, str):
-        if all(isinstance(item, str) for item in env):
+        if all(isinstance(element, str) for element in env):
             raise TypeError(
                 f"expected the name of an env; got the list {list(env)}; if these are "
                 "addresses, pass them after the name"
@@ -302,16 +302,18 @@ def _divide_request(whole: EnvRequest, num_servers: int) -> list[EnvRequest]:
     ]
 
 
-def _check_counts(num_envs: int, count: int, least: int, num_found: int) -> None:
-    if not 1 <= count <= num_envs or not num_found:
+def _check_counts(
+    num_envs: int, num_servers: int, min_servers: int, num_found: int
+) -> None:
+    if not 1 <= num_servers <= num_envs or not num_found:
         raise ValueError(
             f"expected at least one server, and at least one env per server; got "
-            f"{count} servers and num_envs={num_envs}"
+            f"{num_servers} servers and num_envs={num_envs}"
         )
-    if least < 1:
-        raise ValueError(f"min_servers: expected at least 1; got {least}")
-    if least > num_found:  # no ValueError: a later attempt may find more servers
+    if min_servers < 1:
+        raise ValueError(f"min_servers: expected at least 1; got {min_servers}")
+    if min_servers > num_found:  # no ValueError: a later attempt may find more servers
         raise AddressError(
             f"min_servers: expected at most {num_found}, the number of servers that "
-            f"have an address now; got {least}; reduce it, or pass more addresses"
+            f"have an address now; got {min_servers}; reduce it, or pass more addresses"
         )

@@ -56,8 +56,10 @@ class LaneGroup:
         self.in_flight: set[int] = set()
         self.queue = OutcomeQueue(lanes, self.blocks)
         self.absence = Absence(self.blocks, padding_after_seconds)
-        self._cancelled: set[int] = set()  # blocks whose step was cancelled
-        self._called: set[int] = set()  # blocks with a reset or call in flight
+        #: Blocks whose step was cancelled, or will be if its caller is interrupted.
+        self._cancelled: set[int] = set()
+        #: Blocks with a reset or call in flight, which may have been interrupted.
+        self._reset_or_called: set[int] = set()
         #: Maps block positions to the outcomes of late steps, which are kept while a
         #: reset or call of the block is in flight.
         self._deferred: dict[int, DeferredOutcome] = {}
@@ -65,7 +67,7 @@ class LaneGroup:
     @property
     def is_waiting(self) -> bool:
         """Whether operations of blocks were started and not released."""
-        return bool(self.in_flight or self._cancelled or self._called)
+        return bool(self.in_flight or self._cancelled or self._reset_or_called)
 
     # Steps.
 
@@ -75,22 +77,22 @@ class LaneGroup:
         actions: Sequence[Array],
         *,
         together: bool,
-        is_cancelled: bool = False,
+        cancels_on_interrupt: bool = False,
     ) -> None:
         """Start a step of the given rows.
 
         Args:
           row_set: The rows.
           actions: An array `[len(row_set), ...]` for each leaf of the action space.
-          together: Whether to submit all blocks of a lane in one request, which a
-            server replies with one reply.
-          is_cancelled: Whether the step counts as cancelled until it is released. An
-            interrupted caller then need not call `cancel_step`.
+          together: Whether to submit all blocks of a lane in one request, to which a
+            server sends one reply.
+          cancels_on_interrupt: Whether the step is cancelled if its caller is
+            interrupted before `release`. Otherwise, the caller must call `cancel_step`.
 
         Raises:
           LocalProtocolError: Some of the rows are in flight.
         """
-        if self._called or self._cancelled:
+        if self._reset_or_called or self._cancelled:
             self._clean_up(row_set.positions)
         if not self.in_flight.isdisjoint(row_set.positions):
             raise self.blocks.in_flight_error(row_set.positions & self.in_flight)
@@ -99,11 +101,11 @@ class LaneGroup:
         parts, late_steps = row_set.lane_parts, self.absence.late_steps
         if late_steps and not late_steps.isdisjoint(row_set.positions):
             # Ignore the actions of blocks whose late step is still to be returned.
-            others = self.absence.await_late_steps(row_set.positions)
+            without_late_step = self.absence.await_late_steps(row_set.positions)
             parts = tuple(
                 (LanePart((block,)), rows)
                 for block, rows in row_set.block_parts
-                if block.position in others
+                if block.position in without_late_step
             )
         for part, rows in parts:
             lane = part.lane
@@ -118,8 +120,8 @@ class LaneGroup:
                             raise interrupt from error
                         raise
                     interrupt = error  # raised once all blocks are submitted
-        started = self._cancelled if is_cancelled else self.in_flight
-        started.update(row_set.positions)
+        sent = self._cancelled if cancels_on_interrupt else self.in_flight
+        sent.update(row_set.positions)
         queue.is_updating = False
         if interrupt is not None:
             raise interrupt
@@ -192,7 +194,11 @@ class LaneGroup:
             absence.release(positions)
         kept = {}
         if not queue.outcomes.keys() <= positions:
-            kept = {at: o for at, o in queue.outcomes.items() if at not in positions}
+            kept = {
+                position: outcome
+                for position, outcome in queue.outcomes.items()
+                if position not in positions
+            }
         queue.outcomes, queue.is_updating = kept, False
 
     def cancel_step(self) -> None:
@@ -239,7 +245,7 @@ class LaneGroup:
             longer.
           ServerLost: Every lane has given up.
         """
-        outcomes = self.finish_call(positions, deadline)
+        outcomes = self.finish(positions, deadline)
         self._raise_if_all_have_given_up()
         return {
             row + self.blocks[position].offset: info
@@ -280,8 +286,8 @@ class LaneGroup:
                 self._deferred[position] = DeferredOutcome(late, block, rows)
             elif is_reset:
                 self.absence.late_steps.discard(position)
-        self._called |= positions
-        remaining = set(operations)  # blocks on which nothing was started yet
+        self._reset_or_called |= positions
+        not_started = set(operations)
         for lane, group in by_lane.items():
             submit: Callable[[Any], None]
             submit = lane.submit_reset if is_reset else lane.submit_call
@@ -290,17 +296,17 @@ class LaneGroup:
             except EnvserveError as error:
                 # The next operation waits for calls that were started. If resets were
                 # started, all lanes are invalidated, because episodes have ended.
-                if len(remaining) == len(operations) or isinstance(error, CallError):
-                    self._take_outcomes(remaining)
+                if len(not_started) == len(operations) or isinstance(error, CallError):
+                    self._take_outcomes(not_started)
                 raise self.blocks[min(group)].located(error) from None
             except BaseException as error:
                 # Not harmless for the batch: other lanes have not started yet.
                 pop_harmless_mark(error)
                 raise
-            remaining.difference_update(group)
+            not_started.difference_update(group)
         self.queue.is_updating = False
 
-    def finish_call(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
+    def finish(self, positions: Set[int], deadline: float) -> Sequence[Outcome]:
         """Wait until resets or calls have finished.
 
         Returns:
@@ -310,7 +316,7 @@ class LaneGroup:
           EnvserveError: The first error of a block.
           EnvTimeout: See `finish_reset`.
         """
-        if not positions <= self._called:
+        if not positions <= self._reset_or_called:
             raise LocalProtocolError(
                 "the reset or call was interrupted; start it again"
             )
@@ -328,22 +334,25 @@ class LaneGroup:
         """
         outcomes = self.queue.outcomes
         self.queue.is_updating = True
-        called = [outcomes.pop(at) for at in sorted(positions) if at in outcomes]
-        self._called -= positions
+        finished = [
+            outcomes.pop(each) for each in sorted(positions) if each in outcomes
+        ]
+        self._reset_or_called -= positions
         for position in positions & self._deferred.keys():
             outcomes[position] = self._deferred.pop(position).restore()
         self.queue.is_updating = False
-        return called
+        return finished
 
     def _wait_for(self, positions: Set[int], deadline: float = math.inf) -> None:
         """Wait until operations have finished, even while their envs are absent.
 
         Raises:
           EnvTimeout: The operations have not finished before the deadline.
-          ServerLost: A lane of late steps has given up. Resets and calls end.
+          ServerLost: A lane has given up, and one of the operations is a late step. A
+            lane that has given up ends its resets and calls by itself.
         """
         while waiting := positions - self.queue.outcomes.keys():
-            for position in (waiting & self.queue.absent()) - self._called:
+            for position in (waiting & self.queue.absent()) - self._reset_or_called:
                 error = self.blocks[position].lane.give_up_error
                 if error is not None:
                     raise error
@@ -367,7 +376,7 @@ class LaneGroup:
             self.queue.outcomes[position] = deferred.restore()
         self.queue.invalidate("a call was interrupted")
         self.absence.clear()
-        for blocks in (self._called, self._cancelled, self._deferred):
+        for blocks in (self._reset_or_called, self._cancelled, self._deferred):
             blocks.clear()
         for position in self.in_flight:
             block = self.blocks[position]
@@ -381,9 +390,9 @@ class LaneGroup:
 
     def _clean_up(self, positions: Iterable[int]) -> None:
         """Wait for interrupted or cancelled operations, and discard their results."""
-        if called := self._called.intersection(positions):
-            self._wait_for(called)
-            self._take_outcomes(called)
+        if interrupted := self._reset_or_called.intersection(positions):
+            self._wait_for(interrupted)
+            self._take_outcomes(interrupted)
         if cancelled := self._cancelled.intersection(positions):
             self._drop_cancelled(cancelled)
 
@@ -413,18 +422,21 @@ def _resets_of(
     options: bytes,
 ) -> dict[int, Reset]:
     """Divide a reset of rows; return a dict from block positions to resets."""
-    position_of = {int(index): place for place, index in enumerate(env_indices)}
+    index_of = {int(row): index for index, row in enumerate(env_indices)}
     resets = {}
     for block in blocks:
-        listed = [row for row in range(block.start, block.stop) if row in position_of]
-        if not listed:
+        rows = [row for row in range(block.start, block.stop) if row in index_of]
+        if not rows:
             continue
-        is_whole = len(listed) == block.stop - block.start
-        rows = tuple(row - block.offset for row in listed)
-        indices = None if is_whole and seeds is None else rows
-        values = None
+        is_whole = len(rows) == block.stop - block.start
+        lane_rows = None
+        if not is_whole or seeds is not None:
+            lane_rows = tuple(row - block.offset for row in rows)
+        block_seeds = None
         if seeds is not None:
-            block_seeds = [seeds[position_of[row]] for row in listed]
-            values = tuple(None if seed is None else int(seed) for seed in block_seeds)
-        resets[block.position] = Reset(block.lane_block, indices, values, options)
+            values = [seeds[index_of[row]] for row in rows]
+            block_seeds = tuple(None if seed is None else int(seed) for seed in values)
+        resets[block.position] = Reset(
+            block.lane_block, lane_rows, block_seeds, options
+        )
     return resets

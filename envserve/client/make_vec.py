@@ -133,7 +133,7 @@ def make_vec(
         "render_mode": render_mode,
         "copy": copy,
     }
-    env = _expand(env, settings, make_vec)
+    env = _separate_env_kwargs(env, settings, make_vec)
     _apply_gymnasium_options(settings)
     autoreset = _autoreset_of(settings.pop("autoreset_mode"))
     expected = f"autoreset_mode={_AUTORESET_CHOICES}"
@@ -187,7 +187,7 @@ def make(
         "max_episode_steps": max_episode_steps,
         "render_mode": render_mode,
     }
-    env = _expand(env, settings, make)
+    env = _separate_env_kwargs(env, settings, make)
     if several := settings.keys() & {"num_envs", "addresses"}:
         raise TypeError(
             f"{min(several)}: expected no value, because `make` makes one env; pass "
@@ -213,7 +213,7 @@ def make(
     return result
 
 
-def _expand(
+def _separate_env_kwargs(
     env: EnvLike | None, options: dict[str, Any], function: Callable[..., Any]
 ) -> EnvLike:
     """Move the arguments of the env from `options` to `env_kwargs`; return the env.
@@ -274,7 +274,7 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
     if isinstance(previous, Mapping):
         settings["env_kwargs"] = {**previous, **added}
     else:  # a list with the arguments of each env
-        settings["env_kwargs"] = [{**item, **added} for item in previous]
+        settings["env_kwargs"] = [{**kwargs, **added} for kwargs in previous]
 
 
 def _arguments_of(env: EnvLike) -> Collection[str]:

@@ -36,7 +36,9 @@ class OutcomeQueue:
             lane: frozenset(b.position for b in blocks if b.lane is lane)
             for lane in lanes
         }
-        self._first_position = {lane: min(at) for lane, at in self._positions.items()}
+        self._first_position = {
+            lane: min(positions) for lane, positions in self._positions.items()
+        }
         self._only_lane = lanes[0] if len(lanes) == 1 else None
         self._selector: selectors.BaseSelector | None = None
         #: Time at which to poll all lanes, as a value of `time.monotonic()`.
@@ -47,7 +49,7 @@ class OutcomeQueue:
     ) -> None:
         """Wait until `min_finished` of the `waiting` blocks have finished.
 
-        Return earlier after the timeout, or if a block has become absent.
+        Return earlier if the timeout expires, or if a block has become absent.
 
         Raises:
           LocalProtocolError: Nothing is in flight.
@@ -95,7 +97,9 @@ class OutcomeQueue:
             self._poll_at = now + POLL_SECONDS
         else:
             readable = {key.fileobj for key, _ in self._armed_selector().select(0)}
-            lanes = [x for x in self._positions if x in readable or x.absent]
+            lanes = [
+                lane for lane in self._positions if lane in readable or lane.absent
+            ]
         for lane in lanes:
             expected = len(waiting & self._positions[lane])
             if not (expected or lane.is_busy):
@@ -148,10 +152,7 @@ class OutcomeQueue:
         }
 
     def give_up_error(self) -> EnvserveError | None:
-        """Return an error to raise instead of waiting.
-
-        Return None unless every lane has such an error.
-        """
+        """Return the error to raise instead of waiting, once every lane has one."""
         errors = [lane.give_up_error for lane in self._first_position]
         return errors[0] if all(errors) else None
 

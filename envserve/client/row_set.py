@@ -145,7 +145,8 @@ class RowSet:
       positions: Positions of the blocks in the batch.
       env_indices: Rows of the batch, int64 `[len(self)]`, ascending.
       all_valid: `StepResult.valid` of a step without faults.
-      no_flags: Bytes of an array of flags or statuses if all are False or OK.
+      no_flags: One zero byte per row: the bytes of an array of flags or statuses in
+        which all are False or OK.
       lane_parts: The blocks of each lane, in the order of the batch, each with the
         slice of its rows within the set.
     """

@@ -126,6 +126,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         self.render_mode = attribute_of(batch, "render_mode")
         self.metadata = {**metadata_of(batch), "autoreset_mode": self.autoreset_mode}
         self._is_copied = copy
+        #: Without `copy`, the result that the next step overwrites, and the latest one.
         self._reused: StepResult | None = None
         self._latest: StepResult | None = None
         self._observation: Any = None

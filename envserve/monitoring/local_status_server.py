@@ -120,7 +120,7 @@ class LocalStatusServer:
         now, pools = time.monotonic(), self._pools
         leases = []
         for number, pool in enumerate(pools, 1):
-            pool.metrics.watch(now)
+            pool.metrics.start_tracking(now)
             lease = {"number": number, "seconds": now - self._started_at}
             status = pool.status(_MAX_EPISODES, **lease)
             # The envs of a closed batch are not reported as absent, because they will

@@ -98,8 +98,8 @@ class _BlockSlot:
       failing_rows: Maps each row whose last step failed to the number of worker
         processes that were replaced for this reason since the row's last valid step.
       resetting: Rows whose next step only resets their envs, because they had a fault.
-      overwritten_at: Number of steps of the block when its rows were last overwritten;
-        -1 if they never were.
+      steps_when_overwritten: Number of steps of the block when its rows were last
+        overwritten; -1 if they never were.
     """
 
     block: Block
@@ -112,15 +112,15 @@ class _BlockSlot:
     has_final: bool = False
     failing_rows: dict[int, int] = field(default_factory=dict)
     resetting: set[int] = field(default_factory=set)
-    overwritten_at: int = -1
+    steps_when_overwritten: int = -1
 
-    def message(self, is_lost: bool, lost_payload: bytes) -> bytes:
-        """Encode the operation; a lost block's step is a RESET with `lost_payload`."""
+    def message(self, is_lost: bool, reset_payload: bytes) -> bytes:
+        """Encode the operation; a lost block's step is a RESET with `reset_payload`."""
         index, sequence = self.block.index, self.sequence
         if self.kind != _STEP:
             return pack_message(self.kind, index, sequence, self.task.payload)
         if is_lost:
-            return pack_message(MessageKind.RESET, index, sequence, lost_payload)
+            return pack_message(MessageKind.RESET, index, sequence, reset_payload)
         return pack_message(MessageKind.STEP, index, sequence)
 
     def save_final_observation(self, rows: Rows) -> None:
@@ -172,7 +172,9 @@ class BlockOperations:
         self.losses: dict[int, Lost] = {}
         self._sequence = 0
         self._is_next_step = workers.config.autoreset == "next_step"
-        self._lost_payload = codec.encode({"rows": []}) if self._is_next_step else b""
+        #: Payload of the RESET that is sent instead of the step of a lost block. With
+        #: "next_step", it lists no rows, which defers the reset to the next step.
+        self._reset_payload = codec.encode({"rows": []}) if self._is_next_step else b""
 
     @property
     def _rows(self) -> Rows:
@@ -241,7 +243,7 @@ class BlockOperations:
                     self.has_new_absent = True
                     if worker.error is not None:
                         self._finish(slot, Outcome(index, error=worker.error))
-                message = slot.message(index in self.losses, self._lost_payload)
+                message = slot.message(index in self.losses, self._reset_payload)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
         self._sequence = sequence
@@ -290,8 +292,8 @@ class BlockOperations:
             metrics = self.metrics
             metrics.steps[index] += 1  # inlined from `record_step`
             metrics.durations.append(now - slot.started_at)
-            if metrics.is_watched or len(metrics.durations) > MAX_DURATIONS:
-                metrics.track_episodes(index, now)
+            if metrics.is_tracking or len(metrics.durations) > MAX_DURATIONS:
+                metrics.update_episodes(index, now)
         elif isinstance(event, Ready):
             self._on_ready(worker, event.spec, now)
         elif isinstance(event, Lost):
@@ -314,7 +316,7 @@ class BlockOperations:
             self.metrics.slab = workers.slab
             self.state = "ready"
         messages = [
-            slot.message(slot.block.index in self.losses, self._lost_payload)
+            slot.message(slot.block.index in self.losses, self._reset_payload)
             for slot in self._slots_of(worker)
             if slot.kind
         ]
@@ -485,8 +487,9 @@ class BlockOperations:
         their outcomes were already collected.
         """
         # Usually, episodes have ended. Comparing bytes is faster than NumPy calls.
-        data = flags.tobytes()
-        if data.endswith(bytes(flags.shape[1])) and not data.translate(None, b"\0\1"):
+        flag_bytes = flags.tobytes()
+        are_all_ok = flag_bytes.endswith(bytes(flags.shape[1]))
+        if are_all_ok and not flag_bytes.translate(None, b"\0\1"):
             return
         invalid: Array = np.logical_or.reduce(flags > _MAX_FLAGS)
         finished = {outcome.block: outcome for outcome in self.outcomes}
@@ -537,8 +540,8 @@ class BlockOperations:
                 steps[index] -= 1
         # If no step has succeeded since the rows were last overwritten, count this as
         # a failed start: otherwise, the worker would be restarted forever.
-        worker.has_stepped &= steps[index] != slot.overwritten_at
-        slot.overwritten_at = steps[index]
+        worker.has_stepped &= steps[index] != slot.steps_when_overwritten
+        slot.steps_when_overwritten = steps[index]
 
     def invalidate_all(
         self, replaced: Sequence[SupervisedWorker], lost: Lost, now: float

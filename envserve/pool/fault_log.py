@@ -71,12 +71,12 @@ class FaultLog:
     ) -> None:
         """Store settings and blocks, the prefix of log lines, and the envs' owner."""
         self._config = config
-        self._workers = [block.worker for block in blocks for _ in block.rows]
+        self._worker_of_row = [block.worker for block in blocks for _ in block.rows]
         self._label = f"{label}: " if label else ""
-        self._files = None
+        self._crash_folder = None
         if config.crash_dir not in (None, "none"):
             folder = Path(config.crash_dir) if config.crash_dir else None
-            self._files = CrashFolder(folder, owner)
+            self._crash_folder = CrashFolder(folder, owner)
         # Maps the texts of recent faults, without numbers, to their times.
         self._recent: dict[object, float] = {}
         self._throttle = LogThrottle()
@@ -108,13 +108,16 @@ class FaultLog:
         admitted = self._admit(fault.text, now)
         if admitted is None:
             return
-        row, status, parts = fault.env_index, fault.status, list[str]()
+        row, status, phrases = fault.env_index, fault.status, list[str]()
         where = "in a reset " if status == Status.OK else ""
         if not where:
             history = self._read_history(row, has_failed=True)
             end = End(status=status, text=fault.text, is_violation=fault.is_violation)
             path = self._write_repro_file(row, history, end, now)
-            parts = [*self._describe_history(row, history), *self._replay_command(path)]
+            phrases = [
+                *self._describe_history(row, history),
+                *self._replay_command(path),
+            ]
         pid = None
         if worker.process is not None:
             worker.process.poll_exit()  # reads the reports that set `pid`
@@ -127,7 +130,7 @@ class FaultLog:
         self._log(
             f"{name} (worker {worker.index}, pid {pid}) failed {where}and "
             f"was rebuilt: {_shorten(fault.cause, _MAX_CAUSE_CHARS)}",
-            parts,
+            phrases,
             fault.text.strip().removesuffix(fault.cause),
             admitted,
         )
@@ -165,19 +168,19 @@ class FaultLog:
             exit_code=None if worker.exit is None else exit_.exit_code,
             stderr_tail=exit_.stderr_tail,
         )
-        parts, path = list[str](), None
+        phrases, path = list[str](), None
         if not worker.was_replaced:
-            parts, path = self._locate_fault(worker, end, running, now)
+            phrases, path = self._locate_fault(worker, end, running, now)
         if exit_.stderr_summary:
-            last = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
-            parts.append(f'its stderr ends with "{last}"')
+            summary = _shorten(exit_.stderr_summary, _MAX_CAUSE_CHARS)
+            phrases.append(f'its stderr ends with "{summary}"')
         cause, _, detail = lost.text.partition("\n")
         if detail:  # `detail` is a traceback
             cause += f" {exception_line(detail)}"
         cause = _shorten(cause, _MAX_CAUSE_CHARS)
         self._log(
             f"{worker.label}, pid {exit_.pid or None}, {cause}",
-            [*parts, *self._replay_command(path)],
+            [*phrases, *self._replay_command(path)],
             detail or exit_.stderr_excerpt,
             admitted,
         )
@@ -211,23 +214,24 @@ class FaultLog:
         """
         if self._heartbeats is None:  # no env is ready yet
             return [], None
-        beat, is_slow = self._heartbeats[worker.index, :2].tolist()
+        # For `call_kind`, see `Slab.heartbeats`; it is 0 during an ordinary step.
+        beat, call_kind = self._heartbeats[worker.index, :2].tolist()
         row = row_of_beat(beat)
         blocks = [block for block in worker.blocks if row in block.rows]
-        if row is None or not any(is_slow or b.index in running for b in blocks):
+        if row is None or not any(call_kind or b.index in running for b in blocks):
             return ["no env was running"], None
         (block,) = blocks
         history = self._read_history(row)
         is_call = running.get(block.index) == MessageKind.CALL
-        operation = "call" if is_call else "reset" if is_slow == 1 else "step"
-        parts = [
+        operation = "call" if is_call else "reset" if call_kind == 1 else "step"
+        phrases = [
             f"in a {operation} of env {self._index_of(row)}",
             *self._describe_history(row, history),
         ]
         if is_call:
-            return parts, None
-        return parts, self._write_repro_file(
-            row, history, end, now, is_reset=bool(is_slow)
+            return phrases, None
+        return phrases, self._write_repro_file(
+            row, history, end, now, has_reset_timeout=bool(call_kind)
         )
 
     def _admit(self, text: str, now: float) -> tuple[bool, str] | None:
@@ -239,7 +243,9 @@ class FaultLog:
         """
         kind = words_without_numbers(text)
         self._recent = recent = {
-            k: at for k, at in self._recent.items() if now - at < _RECENT_SECONDS
+            known: time
+            for known, time in self._recent.items()
+            if now - time < _RECENT_SECONDS
         }
         is_new = kind not in recent and len(recent) < _MAX_RECENT_FAULTS
         if is_new or kind in recent:
@@ -248,12 +254,12 @@ class FaultLog:
         return None if more is None else (is_new, more)
 
     def _log(
-        self, head: str, parts: list[str], detail: str, admitted: tuple[bool, str]
+        self, head: str, phrases: list[str], detail: str, admitted: tuple[bool, str]
     ) -> None:
         """Log a line, followed by its details if the fault is new; see `_admit`."""
         is_new, more = admitted
         details = f"\n{printable(detail)}".rstrip() if is_new else ""
-        line = "; ".join([head, *parts])
+        line = "; ".join([head, *phrases])
         # Only `details` contains newlines, so the log formatter need not escape them.
         extra = {"is_multiline": True}
         _LOGGER.warning("%s%s%s%s", self._label, line, more, details, extra=extra)
@@ -283,14 +289,14 @@ class FaultLog:
         incarnation, seed = history.incarnation, history.seed
         if seed is None and self._config.seeded:
             seed = env_seed(self._config.seed, self._index_of(row), incarnation)
-        parts = [
+        phrases = [
             f"incarnation {incarnation}",
             f"seed {seed}",
             f"step {history.episode_step} of its episode",
         ]
         if all(len(array) for array in history.actions):
-            parts.append(f"last action {_format_action(self._spec, history)}")
-        return parts
+            phrases.append(f"last action {_format_action(self._spec, history)}")
+        return phrases
 
     def _write_repro_file(
         self,
@@ -299,14 +305,18 @@ class FaultLog:
         end: End,
         now: float,
         *,
-        is_reset: bool = False,
+        has_reset_timeout: bool = False,
     ) -> Path | None:
-        if self._files is None or history is None or not self._files.may_write(now):
+        if (
+            self._crash_folder is None
+            or history is None
+            or not self._crash_folder.may_write(now)
+        ):
             return None
         name = self._config.env_name
         name = f"{name}-env-{self._index_of(row)}-{end.status.name.lower()}"
-        return self._files.write(
-            name, self._encode_repro(row, history, end, is_reset), now
+        return self._crash_folder.write(
+            name, self._encode_repro(row, history, end, has_reset_timeout), now
         )
 
     def flight_record(self, row: int) -> bytes:
@@ -322,7 +332,11 @@ class FaultLog:
         return self._encode_repro(row, history, end)
 
     def _encode_repro(
-        self, row: int, history: ActionHistory, end: End, is_reset: bool = False
+        self,
+        row: int,
+        history: ActionHistory,
+        end: End,
+        has_reset_timeout: bool = False,
     ) -> bytes:
         config = self._config
         timeouts = config.step_timeout_seconds, config.reset_timeout_seconds
@@ -338,10 +352,12 @@ class FaultLog:
             root_seed=int(config.seed),
             seeded=config.seeded,
             env_index=int(self._index_of(row)),
-            timeout_seconds=timeouts[is_reset],
+            timeout_seconds=timeouts[has_reset_timeout],
             played=history,
             end=end,
-            context=config.context_of(row, self._workers[row], max(self._workers) + 1),
+            context=config.context_of(
+                row, self._worker_of_row[row], max(self._worker_of_row) + 1
+            ),
         )
         return encode_repro(repro)
 

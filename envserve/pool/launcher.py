@@ -37,7 +37,8 @@ from envserve.worker.template import kill_group
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_START: Final = (
+#: Code that the template process runs.
+_TEMPLATE_CODE: Final = (
     "import json, resource; "
     "[resource.setrlimit(*limit) for limit in json.loads(sys.argv[2])]; "
     "from envserve.worker.template import main; main(int(sys.argv[1]))"
@@ -151,13 +152,13 @@ class WorkerProcess:
         """Return whether the exit status or end of file came at least 0.2 s ago."""
         return now - self._ended_since >= _EXIT_STATUS_GRACE_SECONDS
 
-    def kill(self, reason: str, now: float, *, has_stack: bool = False) -> None:
+    def kill(self, reason: str, now: float, *, wants_stack: bool = False) -> None:
         """Kill the process and its children; see `Launcher.kill`.
 
         `exit` is set once the process has ended.
         """
         self.kill_reason, self._killed_at = reason, now
-        self._launcher.kill(self, has_stack=has_stack)
+        self._launcher.kill(self, wants_stack=wants_stack)
 
     def cannot_be_killed(self, now: float) -> bool:
         """Return whether the process is still running long after it was killed."""
@@ -244,7 +245,7 @@ class Launcher:
                 }
             )
             command = python_command(
-                _START,
+                _TEMPLATE_CODE,
                 str(template_end.fileno()),
                 json.dumps(self._limits),
                 path=search_path(),
@@ -329,18 +330,18 @@ class Launcher:
             raise EnvStartError(self._names_error)
         return self._names
 
-    def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
+    def kill(self, process: WorkerProcess, *, wants_stack: bool = False) -> None:
         """Ask the template to kill a worker and all processes that its envs started.
 
         Only the template can do this safely, because a process id may be reused once
         its parent has reaped it. A worker that has already ended is ignored. With
-        `has_stack`, the worker may first write its Python stack to stderr.
+        `wants_stack`, the worker may first write its Python stack to stderr.
         """
         self.poll()  # kills the template if an earlier call was interrupted
         if not self._template_error:
             self._expect_report()
             self._kills.add(process.fork_number)
-        self._send({"kill": process.fork_number, "stack": has_stack})
+        self._send({"kill": process.fork_number, "stack": wants_stack})
 
     def _expect_report(self) -> None:
         if not (self._pending or self._kills):

@@ -25,11 +25,11 @@ from envserve.worker.step_timings import BOUNDS, NUM_CELLS, RESET_CELL, STEP_CEL
 Counts = Array
 
 #: Time for which episodes are tracked after a request.
-_WATCH_SECONDS: Final = 10.0
+_TRACKING_SECONDS: Final = 10.0
 #: Maximum number of durations to store before they are added to the histogram.
 MAX_DURATIONS: Final = 1000
 _NAMES: Final = [status.name for status in Status]
-_KINDS: Final = len(_NAMES)
+_NUM_STATUSES: Final = len(_NAMES)
 #: Limit for values read from a worker's cells, because an env may have overwritten
 #: them. It is nine years in nanoseconds, so that the sum of a histogram's cells still
 #: fits into 63 bits.
@@ -38,7 +38,7 @@ _MAX_CELL: Final = 1 << 58
 #: three histograms; the last offset is the length.
 _COUNT_OFFSETS: Final = (
     0,
-    *accumulate([1, _KINDS, _KINDS, NUM_CELLS, NUM_CELLS, NUM_CELLS]),
+    *accumulate([1, _NUM_STATUSES, _NUM_STATUSES, NUM_CELLS, NUM_CELLS, NUM_CELLS]),
 )
 
 
@@ -53,7 +53,7 @@ class PoolMetrics:
       durations: Durations in seconds of block steps that are not yet in the histogram.
       num_episodes: Number of tracked episodes.
       num_recoveries: Number of times a row recovered after a loss.
-      is_watched: Whether episodes are tracked.
+      is_tracking: Whether episodes are tracked.
       episodes: The most recent tracked episodes; see `LeaseStatus`.
       recoveries: The most recent recoveries of rows; see `LeaseStatus`.
       slab: The pool's slab, or None.
@@ -66,19 +66,20 @@ class PoolMetrics:
         so it does not count towards the next episode.
         """
         self.steps = [0] * len(blocks)
-        self.invalid, self.faults = [0] * _KINDS, [0] * _KINDS
+        self.invalid, self.faults = [0] * _NUM_STATUSES, [0] * _NUM_STATUSES
         self.restarts = self.num_episodes = self.num_recoveries = 0
         self.durations: list[float] = []
-        self.is_watched = False
+        self.is_tracking = False
         self.episodes: deque[tuple[int, int, float, int]] = deque(maxlen=256)
         self.recoveries: deque[tuple[int, int, int]] = deque(maxlen=64)
         self._blocks = blocks
-        self._binned = np.zeros(NUM_CELLS, np.int64)
+        #: Histogram of the durations of block steps: their sum in ns, then the counts.
+        self._histogram = np.zeros(NUM_CELLS, np.int64)
         self._first_step_offset = int(counts_resets)
-        self._watched_until = -math.inf
+        self._tracks_until = -math.inf
         self._returns = np.zeros(blocks[-1].stop)
         #: For each block, the rewards, flags, statuses and returns of its rows; empty
-        #: until `watch` is called.
+        #: until `start_tracking` is called.
         self._views: list[list[Array]] = []
         #: For each row, its block's step count at the start of the episode, if known.
         self._first_steps: list[int | None] = [None] * blocks[-1].stop
@@ -88,7 +89,7 @@ class PoolMetrics:
         """Count a step of a block; `BlockOperations.handle` inlines the fast path."""
         self.steps[block] += 1
         self.durations.append(seconds)
-        self.track_episodes(block, now)
+        self.update_episodes(block, now)
 
     def record_lost(self, index: int, status: int, since: float, now: float) -> None:
         """Count one lost transition per row; the block was absent since `since`."""
@@ -106,28 +107,28 @@ class PoolMetrics:
         for row in rows:
             self._first_steps[row], self._returns[row] = self.steps[block], 0.0
 
-    def watch(self, now: float) -> None:
+    def start_tracking(self, now: float) -> None:
         """Track episodes for the next 10 seconds.
 
         Episodes that are already running are not counted, because their return is
         unknown.
         """
-        self._watched_until = now + _WATCH_SECONDS
-        if not self.is_watched and (slab := self.slab) is not None:
+        self._tracks_until = now + _TRACKING_SECONDS
+        if not self.is_tracking and (slab := self.slab) is not None:
             self._first_steps, rows = [None] * len(self._first_steps), slab.rows
             arrays = rows.reward, rows.terminated, rows.truncated, rows.status
             self._views = [
                 [array[block.row_slice] for array in (*arrays, self._returns)]
                 for block in self._blocks
             ]
-            self.is_watched = True
+            self.is_tracking = True
 
-    def track_episodes(self, index: int, now: float) -> None:
+    def update_episodes(self, index: int, now: float) -> None:
         """Update the episodes after a step of a block; bin the durations if needed."""
         if len(self.durations) > MAX_DURATIONS:
             self._bin_durations()
-        self.is_watched &= now <= self._watched_until
-        if not self.is_watched:
+        self.is_tracking &= now <= self._tracks_until
+        if not self.is_tracking:
             return
         reward, terminated, truncated, status, returns = self._views[index]
         returns += reward
@@ -156,12 +157,12 @@ class PoolMetrics:
             bins = np.bincount(
                 np.searchsorted(BOUNDS, durations), None, len(BOUNDS) + 1
             )
-            self._binned += np.append(int(1e9 * sum(durations)), bins)
-        return self._binned
+            self._histogram += np.append(int(1e9 * sum(durations)), bins)
+        return self._histogram
 
     def running_return(self, row: int) -> float | None:
         """Return the sum of rewards in a row's current episode; None if not tracked."""
-        is_known = self.is_watched and self._first_steps[row] is not None
+        is_known = self.is_tracking and self._first_steps[row] is not None
         return float(self._returns[row]) if is_known else None
 
     @property
@@ -177,7 +178,9 @@ class PoolMetrics:
         if (slab := self.slab) is not None:  # another thread may set it to None
             cells = slab.heartbeats.sum(0).clip(0, _MAX_CELL)
         rows = [self.num_env_steps, *self.invalid[1:]]
-        steps, resets = (cells[at : at + NUM_CELLS] for at in (STEP_CELL, RESET_CELL))
+        steps, resets = (
+            cells[start : start + NUM_CELLS] for start in (STEP_CELL, RESET_CELL)
+        )
         return np.concatenate(
             [[self.restarts], rows, self.faults, self._bin_durations(), steps, resets]
         )

@@ -131,8 +131,9 @@ def replay(
         if on_frame:
             kwargs = {**repro.env_kwargs, "render_mode": "rgb_array"}
             repro = replace(repro, env_kwargs=kwargs)
-        number, payload = num_frames if on_frame else 0, encode_repro(repro)
-        process.channel.send(pack_message(MessageKind.REPLAY, 0, number, payload))
+        payload = encode_repro(repro)
+        num_frames = num_frames if on_frame else 0
+        process.channel.send(pack_message(MessageKind.REPLAY, 0, num_frames, payload))
         try:
             return _receive_result(repro, process, timeout_seconds, on_frame)
         finally:
@@ -145,13 +146,13 @@ def _receive_result(
     timeout_seconds: float,
     on_frame: OnFrame | None,
 ) -> ReplayResult:
-    number: int | None = None
+    action_number: int | None = None  # 0 for the reset, None before it
     for message in _receive_messages(process, timeout_seconds):
         if not isinstance(message, ChannelMessage):
             end = End(status=Status.TIMEOUT, text=f"hung for {message:g} s")
-            return _compare(repro, number, end)
+            return _compare(repro, action_number, end)
         if message.kind is MessageKind.DONE:
-            number = message.sequence
+            action_number = message.sequence
         elif message.kind is MessageKind.VIDEO_FRAME:
             if on_frame:
                 on_frame(*codec.decode(message.payload, max_bytes=MAX_MESSAGE_BYTES))
@@ -162,7 +163,9 @@ def _receive_result(
             return ReplayResult(False, text)
         elif message.kind is MessageKind.FAILED and message.block:
             failure = codec.decode(message.payload)
-            return _compare(repro, number, End(status=Status.ENV_ERROR, **failure))
+            return _compare(
+                repro, action_number, End(status=Status.ENV_ERROR, **failure)
+            )
         else:
             text = message.payload.decode(errors="replace").strip()
             hint = ", ".join(map(one_line, repro.import_modules))
@@ -176,7 +179,7 @@ def _receive_result(
         )
     text = "\n".join(filter(None, [str(exit_), exit_.stderr_excerpt]))
     end = End(status=Status.WORKER_DIED, text=text, exit_code=exit_.exit_code)
-    return _compare(repro, number, end)
+    return _compare(repro, action_number, end)
 
 
 def _receive_messages(
@@ -199,17 +202,17 @@ def _receive_messages(
             deadline = time.monotonic() + limit
 
 
-def _compare(repro: Repro, number: int | None, actual: End) -> ReplayResult:
+def _compare(repro: Repro, action_number: int | None, actual: End) -> ReplayResult:
     """Return the result of a replay: whether it ended as recorded, and how."""
     where = "before the reset"
-    if number is not None:
-        where = f"in action {number}" if number else "in the reset"
+    if action_number is not None:
+        where = f"in action {action_number}" if action_number else "in the reset"
     # A worker whose env is invalid in its first reset reports this and exits.
     text = actual.text.strip()
     is_same_end = _signature(actual) == _signature(repro.end) or (
         text != "" and repro.end.text.endswith(text)
     )
-    is_same = number == len(repro.played.actions[0]) and is_same_end
+    is_same = action_number == len(repro.played.actions[0]) and is_same_end
     return ReplayResult(is_same, f"{where}: {text}")
 
 

@@ -89,6 +89,7 @@ class _RestartSchedule:
     def plan(
         self, is_failure: bool, is_unstarted: bool, has_stepped: bool, now: float
     ) -> None:
+        """Schedule the next start, after a process has ended or was not started."""
         if has_stepped:
             self.num_failures = 0
         self.num_failures += is_failure
@@ -234,7 +235,7 @@ class SupervisedWorker:
         if self.process is not None and self.state is not WorkerState.KILLED:
             self._set_state(WorkerState.KILLED)
             self._kill_status = status
-            self.process.kill(reason, now, has_stack=status is Status.TIMEOUT)
+            self.process.kill(reason, now, wants_stack=status is Status.TIMEOUT)
 
     def replace(self, reason: str, now: float) -> None:
         """Kill the process for an earlier fault; a new process replaces it."""
@@ -477,8 +478,8 @@ class SupervisedWorker:
         """Return the error for a worker that is not restarted; see `_on_exit`."""
         tries, details = self._restarts.num_tries, self._traceback
         # A message without a traceback is complete; do not add the worker's name.
-        has_stack = "Traceback (most recent call last)" in details
-        if details and tries <= 1 and not (has_stack or hint or kill_reason):
+        has_traceback = "Traceback (most recent call last)" in details
+        if details and tries <= 1 and not (has_traceback or hint or kill_reason):
             return EnvStartError(details.rstrip())
         times = "" if tries == 1 else f" {tries} times in a row"
         failed = f"{self.label} failed{times} to run {self._config.env_name}"

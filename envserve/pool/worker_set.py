@@ -167,7 +167,9 @@ class WorkerSet:
     def pids(self) -> tuple[int | None, ...]:
         """Process ids; None for workers without a process."""
         self._launcher.poll()
-        return tuple(item.process.pid if item.process else None for item in self.all)
+        return tuple(
+            worker.process.pid if worker.process else None for worker in self.all
+        )
 
     def watch(self, now: float) -> Iterator[tuple[SupervisedWorker, Event]]:
         """Watch all workers and start those that are due; yield (worker, event)."""

@@ -19,7 +19,8 @@ _WAIT_SECONDS: Final = 2.0
 class ClientsRefresh:
     """The thread that reads the clients file if it has changed.
 
-    From now on, lookups in the file use the clients of the last completed refresh.
+    Once it is created, lookups in the file use the clients of the last completed
+    refresh.
     """
 
     def __init__(self, clients: ClientsFile) -> None:
@@ -41,10 +42,11 @@ class ClientsRefresh:
             self._start()
 
     def is_done(self) -> bool:
-        """Return whether a complete refresh took place since the last result True.
+        """Return whether a refresh that this method has started is complete.
 
-        If none is running, one is started; call this function again for its end. While
-        the file system does not respond, the result is True after `_WAIT_SECONDS`.
+        Call it repeatedly. It starts a refresh in the first call, and in the next call
+        after each result True, unless another refresh is still running. While the file
+        system does not respond, the result is True after `_WAIT_SECONDS`.
         """
         is_running = self.is_running
         if not (is_running or self._is_awaited):

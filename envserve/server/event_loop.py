@@ -199,8 +199,9 @@ class ServerLoop:
         self._close_seconds = timeout_seconds / 2
         self._has_ended.clear()  # a drain may have set it
         self._carry_out(self._protocol.stop(time.monotonic(), reason))
-        for leased in self.pools.values():  # including pools that are already closing
-            leased.begin_close(self._close_seconds)
+        # Including pools that are already closing, to shorten their time limit.
+        for leased_pool in self.pools.values():
+            leased_pool.begin_close(self._close_seconds)
         self._schedule_read()
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -219,8 +220,8 @@ class ServerLoop:
             ):
                 if handle is not None:
                     handle.cancel()
-            for leased in self.pools.values():
-                leased.release()
+            for leased_pool in self.pools.values():
+                leased_pool.release()
             if self.dropped_replies:  # usual when clients exit, so not a warning
                 text = "replies to clients that had disconnected or read too slowly: %d"
                 _LOGGER.info(text, self.dropped_replies)
@@ -254,10 +255,10 @@ class ServerLoop:
         if self._scheduled_read is not None:
             self._scheduled_read.cancel()
             self._scheduled_read = None
-        protocol, shares, counters = self._protocol, self._fair_share, self.counters
-        has_more, previous = True, shares.throttled
+        protocol, fair_share, counters = self._protocol, self._fair_share, self.counters
+        has_more, previous = True, fair_share.throttled
         now = time.monotonic()
-        shares.begin_turn(now)
+        fair_share.begin_turn(now)
         try:
             for _ in range(_MAX_MESSAGES_PER_TURN):
                 received = self._router.receive()
@@ -266,39 +267,41 @@ class ServerLoop:
                     if user is None:
                         has_more = False
                     else:
-                        shares.charge(time.monotonic(), user)
+                        fair_share.charge(time.monotonic(), user)
                     break
-                peer, message = received
+                peer, frames = received
                 counters.messages_in += 1
-                num_bytes = sum(map(len, message))
+                num_bytes = sum(map(len, frames))
                 counters.bytes_in += num_bytes
                 decisions: Sequence[Decision] = ()
-                if shares.throttled is None or shares.admits(peer, num_bytes):
+                if fair_share.throttled is None or fair_share.admits(peer, num_bytes):
                     num_dropped = protocol.num_dropped_messages
                     try:
-                        decisions = protocol.receive(peer, message, now)
+                        decisions = protocol.receive(peer, frames, now)
                     except Exception:
                         self._log_failure("a message could not be handled")
-                        decisions = protocol.receive_failed(peer, message)
+                        decisions = protocol.receive_failed(peer, frames)
                     if num_dropped != protocol.num_dropped_messages:
                         counters.dropped += 1
-                        shares.record_dropped(peer[-1], 0, num_bytes)
+                        fair_share.record_dropped(peer[-1], 0, num_bytes)
                     self._carry_out(decisions)
                 else:
                     counters.dropped += 1
                 now = time.monotonic()
                 is_step = bool(decisions) and isinstance(decisions[0], RunStep)
-                if shares.charge(now, peer[-1], is_step=is_step):
+                if fair_share.charge(now, peer[-1], is_step=is_step):
                     break
         finally:
             # The turn may have ended with the last message.
             has_more = has_more and self._router.sockets.has_unread()
-            pause = shares.end_turn(has_unread=has_more)
-            if shares.throttled not in (None, previous):
+            pause = fair_share.end_turn(has_unread=has_more)
+            if fair_share.throttled not in (None, previous):
                 reason = "it uses too much of the loop's time; its messages are dropped"
-                self._audit(Audit("over quota", shares.throttled, reason=reason))
-            if shares.flooder is not None:
-                self._router.sockets.reopen("a flood", shares.flooder, shut_out=True)
+                self._audit(Audit("over quota", fair_share.throttled, reason=reason))
+            if fair_share.flooder is not None:
+                self._router.sockets.reopen(
+                    "a flood", fair_share.flooder, shut_out=True
+                )
             if pause:
                 self._scheduled_read = self._loop.call_later(pause, self._on_messages)
             elif has_more:
@@ -433,8 +436,8 @@ class ServerLoop:
                 return self._protocol.pool_closed(session)
             self.pools[session].begin_close(self._close_seconds)
             return ()
-        leased = self.pools[session]
-        pool = leased.pool
+        leased_pool = self.pools[session]
+        pool = leased_pool.pool
         try:
             if isinstance(decision, RunStep):
                 pool.submit_step(decision.blocks)
@@ -444,7 +447,7 @@ class ServerLoop:
                 pool.submit_call(decision.calls)
         except EnvserveError as error:
             return self._fail_pool(session, error)
-        leased.schedule()
+        leased_pool.schedule()
         absent = pool.absent
         return self._protocol.pool_finished(session, (), absent) if absent else ()
 
@@ -465,9 +468,12 @@ class ServerLoop:
                     label=label,
                     owner=session[0] or label,
                 )
-            leased = LeasedPool(pool, self._loop, partial(self._on_pool_event, session))
-            self.pools[session] = leased  # so that `_abandon` closes it after a failure
-            leased.watch()
+            leased_pool = LeasedPool(
+                pool, self._loop, partial(self._on_pool_event, session)
+            )
+            # Store it first, so that `_abandon` closes it if `watch` fails.
+            self.pools[session] = leased_pool
+            leased_pool.watch()
             return ()
         except EnvserveError as error:
             return self._protocol.pool_failed(session, error)
@@ -496,16 +502,16 @@ class ServerLoop:
 
     def _release(self, session: SessionId) -> None:
         """Close a pool, and add its counts to the server's counts."""
-        leased = self.pools.pop(session)
+        leased_pool = self.pools.pop(session)
         if (record := self._protocol.leases.get(session)) is not None:
-            record.statistics = leased.statistics()
-        self.status.add_closed(leased.pool.metrics.counts)
-        leased.release()
+            record.statistics = leased_pool.statistics()
+        self.status.add_closed(leased_pool.pool.metrics.counts)
+        leased_pool.release()
 
     def _on_pool_event(self, session: SessionId) -> None:
         """Pass the events of a pool to the protocol."""
-        leased = self.pools[session]
-        pool = leased.pool
+        leased_pool = self.pools[session]
+        pool = leased_pool.pool
         try:
             try:
                 outcomes, error = pool.collect(0), pool.error
@@ -513,21 +519,21 @@ class ServerLoop:
                 outcomes, error = [], failure
             if error is not None:
                 decisions = self._protocol.pool_failed(session, error)
-            elif leased.is_ready_reported:  # by far the most frequent case
+            elif leased_pool.is_ready_reported:  # by far the most frequent case
                 decisions = self._protocol.pool_finished(session, outcomes, pool.absent)
             else:
                 decisions = []
                 if pool.is_ready:
-                    leased.is_ready_reported = True
+                    leased_pool.is_ready_reported = True
                     now = time.monotonic()
                     decisions = self._protocol.pool_ready(
                         session, pool.spec, pool.blocks, pool.rows, now
                     )
-            if leased.is_closing and pool.is_closed:
+            if leased_pool.is_closing and pool.is_closed:
                 self._release(session)
                 decisions += self._protocol.pool_closed(session)
             else:
-                leased.schedule()
+                leased_pool.schedule()
         except Exception as defect:
             decisions = self._abandon(session, defect)
         if decisions:

@@ -67,17 +67,17 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         _LOGGER.warning(
             "--reload has no effect, because the envs import only installed modules"
         )
-    received: list[int] = []
-    unsent: list[int] = []
+    received_signals: list[int] = []
+    unsent_signals: list[int] = []
     server, addresses = _fork(serve, host)
 
     def send_signals() -> None:
-        while unsent and server.pid is not None and server.exitcode is None:
-            os.kill(server.pid, unsent.pop(0))
+        while unsent_signals and server.pid is not None and server.exitcode is None:
+            os.kill(server.pid, unsent_signals.pop(0))
 
     def forward(number: int, _: object) -> None:
-        received.append(number)
-        unsent.append(number)
+        received_signals.append(number)
+        unsent_signals.append(number)
         send_signals()
 
     old_handlers = {number: signal.signal(number, forward) for number in stop_signals()}
@@ -85,7 +85,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
         while server.exitcode is None:
             server.join(_POLL_SECONDS)
             now = _modification_times(times)
-            if now == times or received or server.exitcode is not None:
+            if now == times or received_signals or server.exitcode is not None:
                 continue
             names = ", ".join(os.path.basename(f) for f in now if now[f] != times[f])
             times = now
@@ -106,7 +106,7 @@ def serve_with_reload(host: HostSettings, serve: _ChildMain) -> int:
             if server.pid is not None and server.exitcode is None:
                 os.kill(server.pid, signal.SIGINT)
             server.join()
-            if not received:
+            if not received_signals:
                 server, addresses = _fork(serve, host)
                 send_signals()  # those that have arrived since the check above
         return server.exitcode

@@ -127,7 +127,7 @@ async def serve(
         )
         if metrics is not None:
             server.status.export_to(metrics, partial(_connection_counts, sockets, zap))
-        watch = asyncio.create_task(
+        key_task = asyncio.create_task(
             _close_revoked(access, server) if access else _warn_of_no_keys(settings)
         )
         abort_reason = ""
@@ -142,8 +142,9 @@ async def serve(
                 )
             _LOGGER.info("stopping")
         finally:
-            # The end of the sessions must not be lost with closed connections.
-            watch.cancel()
+            # End this task first: it could close connections before `stop` has notified
+            # the clients that their sessions have ended.
+            key_task.cancel()
             if metrics is not None:
                 # Close the port in another thread, because a scrape may be waiting for
                 # this loop. If no thread can be started, `stack` closes the port.

@@ -87,8 +87,8 @@ class StatusReporter:
         body = self._bodies.get(user)
         if body is None:
             for record in self._protocol.leases.visible_to(user):
-                if (leased := self._pools.get(record.session)) is not None:
-                    leased.pool.metrics.watch(now)
+                if (leased_pool := self._pools.get(record.session)) is not None:
+                    leased_pool.pool.metrics.start_tracking(now)
             body = self._bodies[user] = self._status_for(user, now).encode()
         return body
 
@@ -117,7 +117,7 @@ class StatusReporter:
             return
         self._refreshed_at = now
         self._bodies.clear()
-        pools = [leased.pool for leased in self._pools.values()]
+        pools = [leased_pool.pool for leased_pool in self._pools.values()]
         counts = sum_counts(
             [self._closed_counts, *(pool.metrics.counts for pool in pools)]
         )

@@ -79,7 +79,7 @@ class StateMachine(Generic[State]):
         """Change to another state; raise LocalProtocolError if this is not allowed."""
         allowed = _TRANSITIONS[self.state]
         if state not in allowed:
-            names = ", ".join(item.name for item in allowed) or "none"
+            names = ", ".join(each.name for each in allowed) or "none"
             raise LocalProtocolError(
                 f"{type(state).__name__}: expected a transition from "
                 f"{self.state.name} to one of: {names}; got {state.name}"

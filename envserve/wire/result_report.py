@@ -60,7 +60,8 @@ _Faults = dict[tuple[Status, bool, str], list[int]]
 #: Maps each error to the blocks that failed with it.
 _Errors = dict["ErrorBody", list[int]]
 
-#: Maximum number of notes in a report, and maximum length of a note.
+#: Maximum number of notes (warnings about the envs) in a report, and maximum length of
+#: a note.
 _MAX_NOTES: Final = 4
 _MAX_NOTE_LENGTH: Final = 1024
 _Note = Annotated[str, Meta(max_length=_MAX_NOTE_LENGTH)]
@@ -99,7 +100,7 @@ class ResultReport:
       infos: Maps rows to info dicts.
       faults: Faults of rows.
       errors: Maps blocks to errors, for operations that failed as a whole.
-      notes: A few short messages about the envs, each to be logged once.
+      notes: Warnings about the envs (see `Outcome`), each to be logged once.
       packed_infos: Maps rows to the encoded info values that are not in columns, so
         that a sender need not encode them again. Ignored unless it contains every row
         that has such values; empty in decoded reports.
@@ -183,9 +184,12 @@ class ResultReport:
         )
 
     def outcomes(
-        self, entries: Sequence[tuple[int, int]], row_blocks: Sequence[int], where: str
+        self,
+        entries: Sequence[tuple[int, int]],
+        row_blocks: Sequence[int],
+        address: str,
     ) -> dict[int, Outcome]:
-        """Return the outcome of each block of a RESULT from the server at `where`.
+        """Return the outcome of each block of a RESULT from the server at `address`.
 
         The entries are those of the RESULT, and `row_blocks` contains the block of each
         row.
@@ -198,8 +202,10 @@ class ResultReport:
         faults: dict[int, list[Fault]] = {block: [] for block in infos}
         errors: dict[int, EnvserveError | None] = dict.fromkeys(infos)
         # Create each exception only once, because thousands of blocks may share it.
-        shared = {body: exception_of(body, where) for body in {*self.errors.values()}}
-        errors.update({block: shared[body] for block, body in self.errors.items()})
+        exceptions = {
+            body: exception_of(body, address) for body in {*self.errors.values()}
+        }
+        errors.update({block: exceptions[body] for block, body in self.errors.items()})
         try:
             columns, others = split_columns(self.infos)
             for part in columns:

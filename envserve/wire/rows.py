@@ -122,7 +122,7 @@ class RowPart:
         self._rows: Array = np.concatenate(
             [np.arange(0), *(np.arange(*part) for part in ranges)]
         )
-        self._count = len(self._rows)
+        self._num_rows = len(self._rows)
         self._finals = codec.finals
         self._actions = _views(codec.actions, ranges)
         self._results = _views(codec.results, ranges)
@@ -132,7 +132,7 @@ class RowPart:
         starts = [0, *self._result_ends[:-1]]
         slices = map(slice, starts, self._result_ends)
         self._result_slices = list(zip(self._results, slices, strict=True))
-        self._no_flags = bytes((_FIXED_FIELDS_BYTES - _FLAGS_OFFSET) * self._count)
+        self._no_flags = bytes((_FIXED_FIELDS_BYTES - _FLAGS_OFFSET) * self._num_rows)
         self._action_bytes = sum(map(len, self._actions))
         self.num_result_bytes = sum(map(len, self._results))
         self._final_bytes = sum(array.shape[1] for array in codec.finals)
@@ -192,10 +192,10 @@ class RowPart:
           RemoteProtocolError: The number of bytes, a flag or a status is not valid;
             nothing is written.
         """
-        count, min_bytes = self._count, self.num_result_bytes
+        num_rows, min_bytes = self._num_rows, self.num_result_bytes
         size = len(first) + len(rest)
         # Shortcut for the usual case: one piece, all rows valid, and no episode ended.
-        flags = first[_FLAGS_OFFSET * count : _FIXED_FIELDS_BYTES * count]
+        flags = first[_FLAGS_OFFSET * num_rows : _FIXED_FIELDS_BYTES * num_rows]
         if size == min_bytes == len(first) and flags == self._no_flags:
             for target, part in self._result_slices:
                 target[:] = first[part]
@@ -205,18 +205,20 @@ class RowPart:
                 f"expected at least {min_bytes} bytes of results; got {size}"
             )
         first, rest = _join_unless_cut_at_field(
-            first, rest, self._result_ends, _FIXED_FIELDS_BYTES * count
+            first, rest, self._result_ends, _FIXED_FIELDS_BYTES * num_rows
         )
-        flags = bytes(first[_FLAGS_OFFSET * count : _STATUS_OFFSET * count])
-        status = bytes(first[_STATUS_OFFSET * count : _FIXED_FIELDS_BYTES * count])
+        flags = bytes(first[_FLAGS_OFFSET * num_rows : _STATUS_OFFSET * num_rows])
+        status = bytes(
+            first[_STATUS_OFFSET * num_rows : _FIXED_FIELDS_BYTES * num_rows]
+        )
         # translate() removes all allowed values.
         unknown = flags.translate(None, b"\0\1"), status.translate(None, _WIRE_STATUSES)
-        if count == 0 or any(unknown):
+        if num_rows == 0 or any(unknown):
             raise RemoteProtocolError(
                 f"expected flags of 0 or 1, and statuses in {[*_WIRE_STATUSES]}; "
                 f"the server sent flags {[*{*flags}]} and statuses {[*{*status}]}"
             )
-        terminated, truncated = np.frombuffer(flags, np.bool_).reshape(2, count)
+        terminated, truncated = np.frombuffer(flags, np.bool_).reshape(2, num_rows)
         if status.strip(b"\0"):
             is_fault = np.frombuffer(status, np.uint8) != Status.OK
             wrong = np.flatnonzero(is_fault & (terminated | ~truncated))

@@ -329,31 +329,31 @@ class MessageReader:
         is yielded to other processes.
     """
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.fds: list[int] = []
         self.spin_seconds = 0.0
-        self._channel = channel
+        self._socket = sock
 
     def messages(self) -> Iterator[ChannelMessage]:
         """Yield messages until the pool closes its end."""
-        reader = MessageDecoder()
+        decoder = MessageDecoder()
         has_slab = False
         while True:
             if has_slab:
                 data = self._receive()
             else:
-                data, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
+                data, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, 1)
                 self.fds += fds
                 has_slab = bool(fds)
             if not data:
                 return
-            yield from reader.feed(data)
+            yield from decoder.feed(data)
 
     def _receive(self) -> bytes:
         spin_until = unpatched.perf_counter() + self.spin_seconds
         while unpatched.perf_counter() < spin_until:
             try:
-                return self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                return self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 os.sched_yield()
-        return self._channel.recv(1 << 16)
+        return self._socket.recv(1 << 16)

@@ -85,7 +85,7 @@ class EnvBlock:
         """Step all envs with the actions in the slab; return the encoded report."""
         began_at = step_timings.start_time(self._heartbeat)
         block, start = self._block, self.rows.start
-        infos_of_all, infos_of_ends = self._reports_all_infos, self._reports_end_infos
+        reports_all, reports_ends = self._reports_all_infos, self._reports_end_infos
         rewards: list[float] = []
         ended: list[tuple[int, bool, bool]] = []
         faults: list[Fault] = []
@@ -105,7 +105,7 @@ class EnvBlock:
             if is_end:
                 ended.append((env.row - start, terminated, truncated))
             # Mappings of other types may have no truth value, but a copy has one.
-            if (infos_of_all or (infos_of_ends and is_end)) and (
+            if (reports_all or (reports_ends and is_end)) and (
                 (type(info) is not dict or info) and (copied := copy_info(info))
             ):
                 infos[env.row] = copied
@@ -230,17 +230,19 @@ class EnvBlock:
 
     def call(self, payload: bytes) -> bytes:
         """Call, get or set an attribute of some envs; return the encoded reply."""
-        task = CallRequest.decode(payload)
+        request = CallRequest.decode(payload)
 
         def value_of(position: int) -> Any:
-            env = self._envs[task.rows[position] - self.rows.start]
+            env = self._envs[request.rows[position] - self.rows.start]
             self._heartbeat[0] = next_beat(self._heartbeat[0], env.row)
             self._heartbeat[1] = 1
-            if task.may_change_env:
+            if request.may_change_env:
                 env.record.mark_touched()
-            return env.call(task.kind, task.name, *task.arguments_for(position))
+            return env.call(
+                request.kind, request.name, *request.arguments_for(position)
+            )
 
-        reply = run_call(task, value_of)
+        reply = run_call(request, value_of)
         self._heartbeat[1] = 0
         return reply
 

@@ -59,9 +59,9 @@ class EnvChecks:
         """Return the warnings that no earlier call returned."""
         if not self.warnings:
             return []
-        notes = [note for note in self.warnings.values() if note]
+        new = [warning for warning in self.warnings.values() if warning]
         self.warnings.update(dict.fromkeys(self.warnings, ""))
-        return notes
+        return new
 
     def check_finite(self, expectation: str, value: Any) -> None:
         """Raise SpaceViolation for NaN or infinity, unless `nonfinite` is "pass"."""

@@ -94,7 +94,7 @@ class EnvRow:
         self.attributes: dict[str, Any] = {}
 
     @property
-    def seed(self) -> int:
+    def default_seed(self) -> int:
         """Default seed of the first reset after the env was built."""
         return env_seed(self.request.seed, self.env_index, self.incarnation)
 
@@ -114,7 +114,7 @@ class EnvRow:
         self._env = env
         self.inner_env = getattr(self._env, "unwrapped", self._env)
         self.is_fresh = True
-        self._initial_seed = self.seed if request.seeded else None
+        self._initial_seed = self.default_seed if request.seeded else None
         try:
             spaces = self._env.observation_space, self._env.action_space
         except AttributeError as error:

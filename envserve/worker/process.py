@@ -122,10 +122,10 @@ def _build_message_of(fields: dict[str, Any]) -> BuildMessage:
     """Return the content of BUILD; unpickle the functions and arguments of envs."""
     wrappers = wrappers_from_plain(fields.pop("wrappers"))
     code = UserCode.loads(fields.pop("pickled_code"))
-    maps = fields["env_kwargs"]
-    maps = maps if isinstance(maps, list) else [maps]
-    for plain, others in zip(maps, code.kwargs, strict=False):
-        plain |= others
+    kwargs = fields["env_kwargs"]
+    all_kwargs = kwargs if isinstance(kwargs, list) else [kwargs]
+    for plain, pickled in zip(all_kwargs, code.kwargs, strict=False):
+        plain |= pickled
     return BuildMessage(wrappers=wrappers, code=code, **fields)
 
 
@@ -133,19 +133,19 @@ def _failure_message(error: BaseException) -> bytes:
     """Encode an error that ends the worker; omit the traceback if the text suffices."""
     matches = (kind for kind, cls in REQUEST_ERRORS.items() if isinstance(error, cls))
     kind = next(matches, MessageKind.FAILED)
-    is_lasting = isinstance(error, SpaceViolation) and error.is_permanent
+    is_permanent = isinstance(error, SpaceViolation) and error.is_permanent
     is_complete = isinstance(error, _COMPLETE_ERRORS) and error.__cause__ is None
-    has_text = is_complete or is_lasting or kind is not MessageKind.FAILED
+    has_text = is_complete or is_permanent or kind is not MessageKind.FAILED
     text = utf8_tail(str(error) if has_text else traceback_of(error))
-    return pack_message(kind, int(is_lasting), payload=text.encode())
+    return pack_message(kind, int(is_permanent), payload=text.encode())
 
 
 def _with_hint(built: Iterator[tuple[int, EnvSpec]]) -> Iterator[tuple[int, EnvSpec]]:
     """Yield the envs of a worker from `built`; add a hint if one is not built."""
     is_first = True
     try:
-        for item in built:
-            yield item
+        for env in built:
+            yield env
             is_first = False
     except Exception as error:
         # The class of the exception may forbid notes, as a frozen dataclass does.
@@ -197,7 +197,7 @@ class _Worker:
 
     def _build(self) -> EnvSpec:
         blocks = self._blocks.values()
-        built = _with_hint(item for block in blocks for item in block.build())
+        built = _with_hint(env for block in blocks for env in block.build())
         first_index, first = next(built)
         self._send(pack_message(MessageKind.BUILT))
         for env_index, spec in built:

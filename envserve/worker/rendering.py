@@ -87,14 +87,20 @@ class FrameRenderer:
             is_first, self._rendered_at[row] = not rendered_at, started_at
             jpeg, text = self._render_jpeg(row, width)
             seed, steps = self._ring.seed_and_steps(row)
-            known: Any = {"row": row, "seed": seed, "episode_steps": steps}
             frame = RenderedFrame(
-                serial=started_at, jpeg=jpeg, text=text[:MAX_TEXT], **known
+                row=row,
+                serial=started_at,
+                jpeg=jpeg,
+                text=text[:MAX_TEXT],
+                seed=seed,
+                episode_steps=steps,
             )
             self._board.write(slot, frame)
         end = unpatched.monotonic_ns()
-        rest = _PAUSE_FACTOR * (end - started_at)
-        self._pause_until = end + (min(rest, _MAX_FIRST_PAUSE_NS) if is_first else rest)
+        pause = _PAUSE_FACTOR * (end - started_at)
+        if is_first:
+            pause = min(pause, _MAX_FIRST_PAUSE_NS)
+        self._pause_until = end + pause
 
     def _render_jpeg(self, row: int, width: int) -> tuple[bytes, str]:
         """Render a row; return a JPEG and "", or b"" and the text to show instead."""

@@ -85,7 +85,7 @@ class SpareRow:
         #: The spare's reset, from its start until the spare becomes active.
         self._spare_reset: Future[Mapping[str, Any]] | None = None
         self._next_spare_seed = (
-            spare_seed(active.seed) if active.request.seeded else None
+            spare_seed(active.default_seed) if active.request.seeded else None
         )
         self._episode_has_ended = False
         #: Attributes that were set after the spare's reset had started.

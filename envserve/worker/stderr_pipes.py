@@ -142,10 +142,10 @@ class StderrPipes:
                 self._forward_complete(read_fd, is_at_eof=True)
         for stack in self._stacks.values():
             self._forward(stack)
-        last = unpatched.poll()
-        last.register(self._out_fd, select.POLLOUT)
+        poller = unpatched.poll()
+        poller.register(self._out_fd, select.POLLOUT)
         deadline = unpatched.monotonic() + _LAST_FLUSH_MS / 1000
-        while self._unsent and last.poll(_LAST_FLUSH_MS):
+        while self._unsent and poller.poll(_LAST_FLUSH_MS):
             self._flush()
             if unpatched.monotonic() >= deadline:  # the reader is too slow
                 return
@@ -183,8 +183,10 @@ class StderrPipes:
         buffer = self._buffers[read_fd]
         stop = len(buffer)
         if not is_at_eof and stop <= _MAX_BUFFER_BYTES and self._workers[read_fd] >= 0:
-            ends = 1 + max(buffer.rfind(b"\n"), buffer.rfind(b"\r"))
-            stop = min([ends, *(buffer.index(s) for s in _STACK_STARTS if s in buffer)])
+            lines_end = 1 + max(buffer.rfind(b"\n"), buffer.rfind(b"\r"))
+            stop = min(
+                [lines_end, *(buffer.index(s) for s in _STACK_STARTS if s in buffer)]
+            )
         if stop:
             self._forward(bytes(buffer[:stop]))
             del buffer[:stop]
@@ -210,11 +212,11 @@ class StderrPipes:
 
     def _flush(self) -> None:
         """Write as much of the unsent output as possible without blocking."""
-        can_write = unpatched.poll()
-        can_write.register(self._out_fd, select.POLLOUT)
+        poller = unpatched.poll()
+        poller.register(self._out_fd, select.POLLOUT)
         try:
             # A writable pipe accepts PIPE_BUF bytes without blocking.
-            while self._unsent and can_write.poll(0):
+            while self._unsent and poller.poll(0):
                 sent = unpatched.write(self._out_fd, self._unsent[: select.PIPE_BUF])
                 del self._unsent[:sent]
         except BlockingIOError:

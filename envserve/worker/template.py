@@ -166,7 +166,9 @@ class _Template:
         self._import_error = ""
         self._worker_imports: list[str] = []  # modules that each worker imports itself
         self._workers: dict[int, int] = {}  # maps fork numbers to process ids
-        self._kill_at: dict[int, float] = {}  # when to kill workers that write a stack
+        #: Maps the fork numbers of workers that write their stack to the time of the
+        #: kill.
+        self._kill_at: dict[int, float] = {}
         self._libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "linux":
             # Adopt processes that leave a worker's group by setsid or a double fork.
@@ -270,11 +272,13 @@ class _Template:
         if now >= self._kill_orphans_at:
             self._kill_orphans_at = math.inf
             self._kill_orphans(_child_pids())
-        overdue = [request for request, due in self._kill_at.items() if due <= now]
-        for request in overdue:
-            del self._kill_at[request]
-            if request in self._workers:
-                kill_group(self._workers[request])
+        overdue = [
+            fork_number for fork_number, due in self._kill_at.items() if due <= now
+        ]
+        for fork_number in overdue:
+            del self._kill_at[fork_number]
+            if fork_number in self._workers:
+                kill_group(self._workers[fork_number])
         next_at = min([*self._kill_at.values(), self._kill_orphans_at])
         return None if next_at == math.inf else math.ceil(1000 * (next_at - now))
 
@@ -284,14 +288,14 @@ class _Template:
         for pid in {*children} - known:
             kill_group(pid)
 
-    def _kill(self, request: int, has_stack: bool) -> None:
-        pid = self._workers.get(request)
+    def _kill(self, fork_number: int, wants_stack: bool) -> None:
+        pid = self._workers.get(fork_number)
         if pid is None:
             return
-        if not has_stack:
+        if not wants_stack:
             kill_group(pid)
-        elif request not in self._kill_at:
-            self._kill_at[request] = unpatched.monotonic() + _STACK_SECONDS
+        elif fork_number not in self._kill_at:
+            self._kill_at[fork_number] = unpatched.monotonic() + _STACK_SECONDS
             os.kill(pid, _STACK_SIGNAL)  # safe: the process is not reaped yet
 
     def _handle_requests(self) -> bool:
@@ -328,7 +332,7 @@ class _Template:
             modules, env_names = [], []
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
-        files = dict.fromkeys(thread_ids(), "")
+        file_of_thread = dict.fromkeys(thread_ids(), "")
         num_preloaded = 0
         for index, name in enumerate((*modules, *env_names)):
             self._report({"importing": name})
@@ -340,7 +344,7 @@ class _Template:
             elif not self._import_error:
                 self._import_error = _import_error(name)
             file = Path(split_reference(name)[0]).name
-            files = dict.fromkeys(thread_ids(), file) | files
+            file_of_thread = dict.fromkeys(thread_ids(), file) | file_of_thread
         names, error = [], self._import_error
         if lists_names and not error:
             if not (modules or env_names):
@@ -353,11 +357,11 @@ class _Template:
         self._share_resource_tracker()
         gc.collect()
         gc.freeze()  # garbage collections must not write to pages that forks share
-        note, started = "", [*filter(None, map(files.get, thread_ids()))]
-        if started:
+        note, files = "", [*filter(None, map(file_of_thread.get, thread_ids()))]
+        if files:  # one for each thread that an import has started
             note = (
-                f"importing {', '.join(sorted({*started}))} started {len(started)} "
-                f"thread{'s' * (len(started) > 1)}, which forked workers do not have; "
+                f"importing {', '.join(sorted({*files}))} started {len(files)} "
+                f"thread{'s' * (len(files) > 1)}, which forked workers do not have; "
                 f"start threads in the env's constructor, or use preload=False "
                 f"(--no-preload); see 'What forking means for envs' in the docs"
             )
@@ -401,11 +405,11 @@ class _Template:
             self._import_children.add(self._tracker_pid)
         os.close(fd)
 
-    def _fork(self, request: int, fd: int) -> None:
+    def _fork(self, fork_number: int, fd: int) -> None:
         # Do not import anything at this point: it would delay kills and forks of other
         # pools.
         parent = os.getpid()
-        stderr_fd = self._pipes.open(request)
+        stderr_fd = self._pipes.open(fork_number)
         fds = [fd] if stderr_fd is None else [fd, stderr_fd]
         _flush_stdout()  # because every fork would print an unfinished line again
         try:
@@ -413,17 +417,17 @@ class _Template:
         except OSError as error:  # out of memory, or too many processes
             for passed_fd in fds:
                 os.close(passed_fd)
-            self._pipes.finish(request)
+            self._pipes.finish(fork_number)
             limits = "memory and its limits on processes (ulimit -u, pids.max)"
             text = f"{error}; check this host's {limits}"
-            self._report({"fork": request, "error": text})
+            self._report({"fork": fork_number, "error": text})
             return
         if pid == 0:
             self._run_worker(parent, fd, stderr_fd)
         for passed_fd in fds:
             os.close(passed_fd)
-        self._workers[request] = pid
-        self._report({"fork": request, "pid": pid})
+        self._workers[fork_number] = pid
+        self._report({"fork": fork_number, "pid": pid})
 
     def _run_worker(self, parent: int, fd: int, stderr_fd: int | None) -> None:
         from envserve.worker import process
@@ -496,10 +500,12 @@ class _Template:
             pid, status = reaped
             if pid not in self._workers.values():
                 continue  # an orphan, or a child of an imported module
-            (request,) = [key for key, worker in self._workers.items() if worker == pid]
-            del self._workers[request]
+            (fork_number,) = [
+                key for key, worker in self._workers.items() if worker == pid
+            ]
+            del self._workers[fork_number]
             code = os.waitstatus_to_exitcode(status)
-            tail = self._pipes.finish(request, is_reported=code != 0)
+            tail = self._pipes.finish(fork_number, is_reported=code != 0)
             self._report({"pid": pid, "exit": code, "stderr": tail})
 
     def _reap_child(self) -> tuple[int, int] | None:

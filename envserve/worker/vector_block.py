@@ -87,7 +87,7 @@ class VectorBlock:
     @property
     def _seeds(self) -> list[int | None]:
         root, first = self._config.seed, self._config.first_env_index
-        return [env_seed(root, first + n, self._incarnation) for n in self.rows]
+        return [env_seed(root, first + row, self._incarnation) for row in self.rows]
 
     def build(self) -> Iterator[tuple[int, EnvSpec]]:
         """Build the vector env; yield its first row in the batch, and its spec."""
@@ -186,7 +186,7 @@ class VectorBlock:
         if self._deferred is not None:
             return self._begin_deferred(copy_info(infos))
         ended = rows.terminated | rows.truncated
-        begun = _NO_INFOS
+        reset_infos = _NO_INFOS
         if ended.any():
             if self._resets_itself:
                 if (finals := infos.get("final_obs")) is None:
@@ -205,10 +205,12 @@ class VectorBlock:
                     final[ended] = last[ended]
             if self._resets_ended:
                 infos = copy_info(infos)
-                begun = self._reset(None, ended)
+                reset_infos = self._reset(None, ended)
             else:
                 self._record_resets(ended)
-        return self._infos_by_row(infos, ended, begun) if infos or begun else {}
+        if not (infos or reset_infos):
+            return {}
+        return self._infos_by_row(infos, ended, reset_infos)
 
     def _begin_deferred(self, infos: _Infos) -> dict[int, _Infos]:
         """Reset the deferred rows after a step, and return the infos by row.
@@ -228,51 +230,55 @@ class VectorBlock:
             final[ended] = last[ended]
         self._record_resets(ended)
         by_row = self._infos_by_row(infos, ended, _NO_INFOS)
-        first = self._infos_by_row(reset_infos, np.zeros_like(ended), _NO_INFOS)
+        reset_by_row = self._infos_by_row(reset_infos, np.zeros_like(ended), _NO_INFOS)
         for position in deferred.nonzero()[0].tolist():
             row = self.rows[position]
             by_row.pop(row, None)
-            if row in first:
-                by_row[row] = first[row]
+            if row in reset_by_row:
+                by_row[row] = reset_by_row[row]
         return dict(sorted(by_row.items()))
 
     def _infos_by_row(
-        self, infos: _Infos, ended: Array, begun: _Infos
+        self, infos: _Infos, ended: Array, reset_infos: _Infos
     ) -> dict[int, _Infos]:
         """Split the infos of a step into one dict per row.
 
         Args:
           infos: Infos of the step.
           ended: Rows whose episode has ended, bool `[num_rows]`.
-          begun: Infos of the reset that followed within the step; may be empty.
+          reset_infos: Infos of the reset that followed within the step; may be empty.
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
         is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
-        for row in [] if reported is None else reported.nonzero()[0].tolist():
-            info, reset_info = _row_info(infos, row, size), _row_info(begun, row, size)
-            if self._resets_itself and ended[row]:
-                info, reset_info = _row_info(finals, row, size), info
-            if is_same_step and ended[row] and (reset_info or "reset_info" in info):
+        for position in [] if reported is None else reported.nonzero()[0].tolist():
+            info = _row_info(infos, position, size)
+            reset_info = _row_info(reset_infos, position, size)
+            if self._resets_itself and ended[position]:
+                info, reset_info = _row_info(finals, position, size), info
+            has_reset_info = bool(reset_info) or "reset_info" in info
+            if is_same_step and ended[position] and has_reset_info:
                 info["reset_info"] = reset_info
             if info:
-                by_row[self.rows[row]] = info
+                by_row[self.rows[position]] = info
         return by_row
 
     def reset(self, payload: bytes) -> bytes:
         """Reset some or all rows; return the encoded report; see `EnvBlock.reset`."""
         request = codec.decode(payload) if payload else {}
-        numbers = request.get("rows")
-        if numbers == []:
+        reset_rows = request.get("rows")
+        if reset_rows == []:
             self._deferred = self._all_mask
             return self._encode_report()
-        numbers = numbers or [*self.rows]
+        reset_rows = reset_rows or [*self.rows]
         row_seeds, options = request.get("seeds"), request.get("options", b"")
-        seed_of = dict(zip(numbers, row_seeds or [None] * len(numbers), strict=True))
-        seeds = [seed_of.get(n) for n in self.rows] if row_seeds else None
-        mask = np.isin(self.rows, numbers)
+        seed_of = dict(
+            zip(reset_rows, row_seeds or [None] * len(reset_rows), strict=True)
+        )
+        seeds = [seed_of.get(row) for row in self.rows] if row_seeds else None
+        mask = np.isin(self.rows, reset_rows)
         rows, faults, infos = self._block, [], _NO_INFOS
         try:
             infos = self._reset(seeds, mask, options)
@@ -283,7 +289,7 @@ class VectorBlock:
         rows.reward[mask] = 0.0
         rows.flags[:, mask] = 0  # no end of an episode, and status OK
         start, size = self.rows.start, len(self.rows)
-        reported = sorted(numbers) if infos and self._config.infos == "all" else ()
+        reported = sorted(reset_rows) if infos and self._config.infos == "all" else ()
         pairs = ((row, _row_info(infos, row - start, size)) for row in reported)
         by_row = {row: info for row, info in pairs if info}
         return self._encode_report(faults, by_row, self._checks.take_warnings())
@@ -306,7 +312,10 @@ class VectorBlock:
         if self._is_fresh:
             if self._config.seeded:
                 triples = zip(mask, seeds or self._seeds, self._seeds, strict=True)
-                seeds = [new if is_reset else own for is_reset, new, own in triples]
+                seeds = [
+                    given if is_reset else default
+                    for is_reset, given, default in triples
+                ]
             is_full, mask = True, self._all_mask
         self._is_fresh = False
         self._write_heartbeat(1)
@@ -350,7 +359,7 @@ class VectorBlock:
         """Replace the failed vector env and return its faults; see `EnvBlock`."""
         first = fault_from_error(self.rows.start, error)
         summary = first.cause[:_MAX_SUMMARY_CHARS]
-        others = (first._replace(env_index=n, text=summary) for n in self.rows[1:])
+        others = (first._replace(env_index=row, text=summary) for row in self.rows[1:])
         for final, last in self._final_and_last:
             final[...] = 0 if isinstance(error, SpaceViolation) else last
         self._block.status[...] = Status.PENDING
@@ -451,21 +460,24 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
         ) from None
 
 
-def _row_info(infos: _Infos, row: int, size: int) -> dict[str, Any]:
-    """Return the info of one env from the infos of a vector env (arrays with masks)."""
+def _row_info(infos: _Infos, position: int, size: int) -> dict[str, Any]:
+    """Return the info of one row from the infos of a vector env (arrays with masks).
+
+    The row is given by its position in the block, which has `size` rows.
+    """
     info: dict[str, Any] = {}
     masks = {f"_{key}" for key in infos}
     for key, value in infos.items():
         mask = infos.get(f"_{key}")
-        if key in masks or not (mask is None or mask[row]):
+        if key in masks or not (mask is None or mask[position]):
             continue
         if isinstance(value, Mapping):
-            value = _row_info(value, row, size)
+            value = _row_info(value, position, size)
         elif (isinstance(value, list | tuple) and len(value) == size) or (
             getattr(value, "shape", ())[:1] == (size,)  # arrays of JAX, too
         ):
             column = np.asarray(value) if hasattr(value, "shape") else value
-            value = column[row]
+            value = column[position]
             # Gymnasium batches bools to an array of bools, and np.bool_ to objects.
             if getattr(column, "dtype", None) == np.bool_ and column.ndim == 1:
                 value = bool(value)

@@ -84,7 +84,7 @@ class Agent:
             name: tf.train.Checkpoint(**part.trackables)
             for name, part in {**parts, "preprocess": self.preprocess}.items()
         }
-        self._copy_parameters = tf.function(self._parameters, autograph=False)
+        self._compiled_snapshot = tf.function(self._copy_variables, autograph=False)
         for name in ("act", "act_from", "mode"):
             setattr(self, name, self.unconverted(getattr(self, name)))
 
@@ -109,13 +109,13 @@ class Agent:
           log-probabilities `[N]`; and the states after this observation.
         """
         noise = self.actions.noise(_num_rows(observation), seed)
-        return self._act_now(observation, noise, state)
+        return self._act_with_log_prob(observation, noise, state)
 
     def snapshot(self) -> Any:
         """Return copies of all parameters and statistics that `act_from` needs."""
-        return self._copy_parameters()
+        return self._compiled_snapshot()
 
-    def _parameters(self) -> Any:
+    def _copy_variables(self) -> Any:
         values = [tf.identity(variable.value) for variable in self.trainable_variables]
         return values, self.preprocess.scales()
 
@@ -214,9 +214,9 @@ class Agent:
         del seed  # accepted only to match the signature of `act`
         # Without noise, a sample is the mode.
         noise = tf.zeros([_num_rows(observation), self.actions.noise_size])
-        return self._act_now(observation, noise, state)
+        return self._act_with_log_prob(observation, noise, state)
 
-    def _act_now(
+    def _act_with_log_prob(
         self, observation: Any, noise: tf.Tensor, state: tuple[tf.Tensor, ...]
     ) -> tuple[tf.Tensor, ...]:
         action, parameters, *after = self.act_from(None, observation, noise, *state)

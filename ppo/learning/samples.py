@@ -193,7 +193,7 @@ class SequenceSampler(StepSampler):
         outputs, last_state = self._unroll(
             1, self.reorder(embedding[:num_rows]), self.recurrent_inputs(rollout)
         )
-        outputs = self._steps_of_rollout(outputs)
+        outputs = self._rollout_rows_of_steps(outputs)
         last_output = core.advance(embedding[num_rows:], last_state[-self._num_envs :])
         value = agent.value(features, tf.concat([outputs, last_output], axis=0))
         _, final_embedding = agent.embed(final_features)
@@ -225,7 +225,7 @@ class SequenceSampler(StepSampler):
         rows = _swap(steps, 0, 1)  # [L, M, units] -> [M, L, units]
         return tf.reshape(rows, [-1, steps.shape[-1]])
 
-    def _steps_of_rollout(self, steps: tf.Tensor) -> tf.Tensor:
+    def _rollout_rows_of_steps(self, steps: tf.Tensor) -> tf.Tensor:
         size = steps.shape[-1]
         steps = tf.reshape(steps, [self.length, -1, self._num_envs, size])
         return tf.reshape(_swap(steps, 0, 1), [-1, size])  # [L, K, B] -> [T * B]

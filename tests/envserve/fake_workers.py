@@ -113,7 +113,7 @@ class FakeLauncher:
         self.workers.append(worker)
         return worker.process
 
-    def kill(self, process: WorkerProcess, *, has_stack: bool = False) -> None:
+    def kill(self, process: WorkerProcess, *, wants_stack: bool = False) -> None:
         self.workers[process.fork_number].was_killed = True
         if self.can_kill:
             self.workers[process.fork_number].die(-9)

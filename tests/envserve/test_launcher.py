@@ -575,7 +575,7 @@ def test_template_kills_hanging_workers_although_an_import_has_stopped_the_clock
         "signal.signal(signal.SIGUSR2, signal.SIG_IGN)"  # until workers handle it
     )
     worker = start(launcher).wait_for_start()
-    launcher.kill(worker.process, has_stack=True)
+    launcher.kill(worker.process, wants_stack=True)
     assert worker.wait_for_end().exit_code == -signal.SIGKILL
 
 

@@ -165,7 +165,7 @@ def test_a_single_env_rejects_actions_outside_its_space(
     env: str, actions: list[Any]
 ) -> None:
     with contextlib.closing(make(env)) as one:
-        with pytest.raises(ResetNeeded, match="before the first step"):
+        with pytest.raises(ResetNeeded, match="before the next step"):
             one.step(actions[0])
         one.reset()
         for action in actions:

@@ -139,7 +139,7 @@ def test_whole_episodes_are_reported_while_they_are_watched(
     play(30)
     assert lease_status(pool).num_episodes == 0
     begun = [None] * 4  # the current episodes began before tracking
-    pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
+    pool.metrics.start_tracking(time.monotonic() + 60.0)  # long enough for any machine
     play(60)
     kill(pool.worker_pids[0])
     play(60)
@@ -147,9 +147,9 @@ def test_whole_episodes_are_reported_while_they_are_watched(
     assert status.num_episodes == len(expected) > 10
     assert sorted(episode[1:] for episode in status.episodes) == sorted(expected)
     assert [episode[0] for episode in status.episodes] == [*range(1, len(expected) + 1)]
-    pool.metrics.watch(time.monotonic() - 11.0)
+    pool.metrics.start_tracking(time.monotonic() - 11.0)
     play(1)
-    assert not pool.metrics.is_watched
+    assert not pool.metrics.is_tracking
 
 
 def test_an_unwatched_step_makes_no_call_for_its_metrics(make_pool: PoolMaker) -> None:
@@ -174,7 +174,7 @@ def test_an_unwatched_step_makes_no_call_for_its_metrics(make_pool: PoolMaker) -
 
 def test_a_watched_step_makes_one_call_per_block(make_pool: PoolMaker) -> None:
     pool = make_pool.and_reset(SCRIPT, 4, 2)
-    pool.metrics.watch(time.monotonic() + 60.0)  # long enough for any machine
+    pool.metrics.start_tracking(time.monotonic() + 60.0)  # long enough for any machine
     called: list[str] = []
 
     def record_call(frame: FrameType, event: str, argument: object) -> None:
@@ -188,7 +188,7 @@ def test_a_watched_step_makes_one_call_per_block(make_pool: PoolMaker) -> None:
     finally:
         sys.setprofile(None)
     assert lease_status(pool).num_episodes > 0
-    assert called == ["track_episodes"] * 40
+    assert called == ["update_episodes"] * 40
 
 
 def test_resets_of_spare_envs_are_counted_too(make_pool: PoolMaker) -> None:

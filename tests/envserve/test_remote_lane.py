@@ -69,7 +69,7 @@ def test_messages_received_by_the_keepalive_thread_make_the_descriptor_readable(
     for action in range(3):
         submit(lane, action)
         wait_until(
-            lambda: len(operations.ended) == 2
+            lambda: len(operations.uncollected) == 2
         )  # received by the keep-alive thread
         assert select.select([lane.fileno()], [], [], 20)[0]
         assert len(lane.collect(0)) == 2

@@ -70,7 +70,7 @@ def test_a_limited_number_of_warnings_is_logged_once(
     step = StepInFlight()
     for number in range(100):
         step.end(ResultReport(notes=["always", f"note {number}"]).encode())
-        step.client_blocks.ended.clear()
+        step.client_blocks.uncollected.clear()
         (step.request,) = step.client_blocks.step(range(4))
     notes = [f"note {number}" for number in range(15)]
     assert caplog.messages == [f"{ADDRESS}: {each}" for each in ["always", *notes]]

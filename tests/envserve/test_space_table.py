@@ -102,7 +102,7 @@ def test_values_of_every_space_are_transferred_in_both_directions(name: str) -> 
     first = both.reset()
     samples = []
     for env in both.envs:
-        space.seed(env.seed)
+        space.seed(env.default_seed)
         samples.append(space.sample())
     assert_same(first, batch_values(space, samples))
     batch = batch_space(both.client_spec.observation_space, NUM_ENVS)

@@ -130,7 +130,7 @@ def test_status_requests_start_recording_episodes_but_metrics_do_not(
 ) -> None:
     metrics = board.attach("ann", 11)
     watched: list[float] = []
-    monkeypatch.setattr(metrics, "watch", watched.append)
+    monkeypatch.setattr(metrics, "start_tracking", watched.append)
     port = SimpleNamespace(
         start_serving=lambda collector: list(collect_in_thread(board, collector))
     )
@@ -153,7 +153,7 @@ def test_leases_that_exceed_the_size_limit_are_left_out(board: Board) -> None:
         metrics = board.attach("ann", number)
         metrics.episodes.extend((serial, 1, 1e9 / 7, 1 << 20) for serial in range(256))
         metrics.recoveries.extend((1 << 20, 1, 1 << 20) for _ in range(64))
-        metrics._binned[:] = 1 << 40
+        metrics._histogram[:] = 1 << 40
     status = board.status("local", 1.0)
     assert status.num_leases == num_leases
     assert 20 <= len(status.leases) < num_leases
@@ -187,7 +187,9 @@ def test_a_status_request_records_only_episodes_of_its_user(
     watched: list[str] = []
     for number, user in enumerate(("ann", "bob"), 11):
         metrics = board.attach(user, number)
-        monkeypatch.setattr(metrics, "watch", lambda _, user=user: watched.append(user))
+        monkeypatch.setattr(
+            metrics, "start_tracking", lambda _, user=user: watched.append(user)
+        )
     board.ask("ann", 1.0)
     assert watched == ["ann"]
 

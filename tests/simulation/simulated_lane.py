@@ -91,10 +91,10 @@ class SimulatedLane(Endpoint):
     def _after_event(self, session: ClientSession) -> None:
         if session.attachment.client_blocks is None:
             return
-        ended = self._resetting & session.client_blocks.ended
-        self._resetting -= ended
+        finished = self._resetting & session.client_blocks.uncollected
+        self._resetting -= finished
         if session.give_up_error is None:
-            self.reset_blocks |= ended
+            self.reset_blocks |= finished
         else:
             self.has_given_up = True
 

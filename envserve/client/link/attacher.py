@@ -19,7 +19,7 @@ from envserve.client.link.zmq_guards.wakeup import Waker
 _CHECK_SECONDS: Final = 0.05
 #: Minimum ratio of the pause to the duration of the last check, which limits the CPU
 #: time of checks.
-_CHECK_PAUSE: Final = 10
+_PAUSE_RATIO: Final = 10
 
 
 class Attacher:
@@ -68,7 +68,7 @@ class Attacher:
                     self.remove(waker)
             if is_check:
                 now = time.monotonic()
-                pause = max(_CHECK_SECONDS, _CHECK_PAUSE * (now - began_at))
+                pause = max(_CHECK_SECONDS, _PAUSE_RATIO * (now - began_at))
                 next_check_at = now + pause
             with self._lock:
                 if not self._lanes:

@@ -284,8 +284,8 @@ class Connection:
           max_frame_bytes: Frame size that the new socket must accept. If it is given,
             the previous socket is closed immediately.
         """
-        longest = self.max_frame_bytes
-        self.max_frame_bytes = max(longest, max_frame_bytes)
+        previous_limit = self.max_frame_bytes
+        self.max_frame_bytes = max(previous_limit, max_frame_bytes)
         self.close_previous()
         previous = self._socket
         try:
@@ -293,7 +293,7 @@ class Connection:
         except zmq.ZMQError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            self.max_frame_bytes = longest
+            self.max_frame_bytes = previous_limit
             return
         self._previous = previous
         if max_frame_bytes:

@@ -60,7 +60,9 @@ def join(
     deadline = time.monotonic() + timeout_seconds
     keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
     findings = _connect_to_all(invitation.addresses, keys, deadline)
-    responsive = [at for at, found in findings.items() if found is Finding.OK]
+    responsive = [
+        address for address, finding in findings.items() if finding is Finding.OK
+    ]
     if not responsive:
         if Finding.UNKNOWN_CLIENT in findings.values():
             raise ConnectError(
@@ -69,9 +71,9 @@ def join(
             )
         raise ConnectError(_failure_text(findings, keys))
     message = Message(type=MessageType.JOIN, body=Join(public=pair.public).encode())
-    left = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
+    remaining = max(_MIN_JOIN_SECONDS, deadline - time.monotonic())
     with contextlib.closing(Connection(responsive[0], keys)) as connection:
-        request(connection, message, MessageType.JOINED, left)
+        request(connection, message, MessageType.JOINED, remaining)
     return responsive
 
 
@@ -87,17 +89,19 @@ def _connect_to_all(
     hopeless: set[str] = set()
 
     def connect(address: str) -> Finding:
-        before = Finding.UNKNOWN
+        previous = Finding.UNKNOWN
         while True:
-            left = max(0.1, deadline - time.monotonic())
-            finding = diagnose_connection(address, keys, min(left, _ATTEMPT_SECONDS))
+            remaining = max(0.1, deadline - time.monotonic())
+            finding = diagnose_connection(
+                address, keys, min(remaining, _ATTEMPT_SECONDS)
+            )
             if finding in (Finding.OK, Finding.UNKNOWN_CLIENT):
                 is_over.set()
             # Except for NOT_ZEROMQ, require the same finding twice, because a server
             # that closes all its connections refuses new ones for 0.1 s.
-            if finding in _PERMANENT and finding in (before, Finding.NOT_ZEROMQ):
+            if finding in _PERMANENT and finding in (previous, Finding.NOT_ZEROMQ):
                 hopeless.add(address)
-            before = finding
+            previous = finding
             if len(hopeless) == len(addresses):
                 is_over.set()
             if is_over.wait(_PAUSE_SECONDS) or time.monotonic() >= deadline:

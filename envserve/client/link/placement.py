@@ -105,7 +105,7 @@ class Placement:
         is_vacant = self.locations[lane] == NO_ADDRESS
         since = now if found is None else self._searching.get(lane, now)
         self._searching[lane] = since
-        lost = {at for at in self._searching if self.locations[at] != NO_ADDRESS}
+        lost = {each for each in self._searching if self.locations[each] != NO_ADDRESS}
         if len(lost) > 1:
             self._lost_together |= lost
         if found is None:
@@ -133,7 +133,9 @@ class Placement:
         if now < self._next_spread_at:
             return
         self._next_spread_at = now + SPREAD_SECONDS
-        avoided = [at for at, until in self._avoided_until.items() if now < until]
+        avoided = [
+            address for address, until in self._avoided_until.items() if now < until
+        ]
         counts = self.num_lanes()
         excluded = {*self._excluded_until, *self.targets.values(), *avoided}
         for lane in sorted(
@@ -173,16 +175,16 @@ class Placement:
         It has the fewest lanes and, among such servers, the most free envs. Return None
         if no server that is not in `excluded` has enough free envs for the lane.
         """
-        counts, at = self.num_lanes(), self.locations[lane]
-        fits = [
+        counts, current = self.num_lanes(), self.locations[lane]
+        candidates = [
             (counts[address], -num_free, address)
             for address, num_free in self.num_free.items()
             if num_free >= self._sizes[lane]
-            and address != at
+            and address != current
             and address not in excluded
             and now >= self._excluded_until.get(address, now)
         ]
-        if not fits:
+        if not candidates:
             return None
-        num_lanes, _, address = min(fits)
+        num_lanes, _, address = min(candidates)
         return num_lanes, address

@@ -246,7 +246,7 @@ class RemoteLane:
     def _submit(
         self,
         submit: Callable[[Operations, float], None],
-        what: Operations,
+        operations: Operations,
         max_reply_bytes: int = 0,
     ) -> None:
         with self._lock:
@@ -256,7 +256,7 @@ class RemoteLane:
             if max_reply_bytes:
                 driver.raise_frame_limit(max_reply_bytes, now)
             try:
-                submit(what, now)
+                submit(operations, now)
             except EnvserveError:  # the session was not changed
                 self._is_updating = False
                 raise
@@ -282,7 +282,7 @@ class RemoteLane:
         now = time.monotonic()
         deadline = now + timeout_seconds
         with self._lock:
-            operations = session.client_blocks
+            client_blocks = session.client_blocks
             self._is_updating = True
             self._is_watched &= timeout_seconds < SLICE_SECONDS
             while True:
@@ -293,7 +293,7 @@ class RemoteLane:
                     self._run_unless_answered(now)
                 elif session.outbox or now >= driver.due_at:
                     driver.run(now)
-                if operations.is_ready(min_finished) or now >= deadline:
+                if client_blocks.is_ready(min_finished) or now >= deadline:
                     break
                 frames = None
                 try:
@@ -319,8 +319,8 @@ class RemoteLane:
                     driver.run(now)
             # `run` may have received results of absent blocks. If `absent` still listed
             # them, their next step would be padding with outdated observations.
-            if operations.absent_is_stale:
-                operations.refresh_absent()
+            if client_blocks.absent_is_stale:
+                client_blocks.refresh_absent()
             outcomes = session.collect()
             self._is_updating = False
             return outcomes
@@ -359,8 +359,8 @@ class RemoteLane:
 
     def _signal_changes(self) -> None:
         """Make the descriptor readable if `collect` would change or return anything."""
-        operations = self._session.attachment.client_blocks
-        if operations is not None and (operations.ended or operations.absent_is_stale):
+        blocks = self._session.attachment.client_blocks
+        if blocks is not None and (blocks.uncollected or blocks.absent_is_stale):
             self._waker.wake()
 
     def stats(self) -> Mapping[str, int]:
@@ -484,14 +484,14 @@ class RemoteLane:
                     request = attachment.next_attach
                     self._successor = self._start_successor(target, request)
                 return
-            theirs = successor._session
+            successor_session = successor._session
             # A LocalProtocolError if this lane has adopted the successor's lease.
-            error = theirs.error
-            if theirs.state is ClientState.READY and not driver.is_moving:
-                attachment.check_same_envs(theirs.client_blocks)
+            error = successor_session.error
+            if successor_session.state is ClientState.READY and not driver.is_moving:
+                attachment.check_same_envs(successor_session.client_blocks)
                 driver.begin_move(time.monotonic())
-        except Exception as found:  # no file descriptor is free, for example
-            error = found
+        except Exception as failure:  # no file descriptor is free, for example
+            error = failure
         is_wanted = successor is None or successor.name == target
         is_adopted = isinstance(error, LocalProtocolError)
         if error is not None and is_wanted and not is_adopted:
@@ -547,7 +547,11 @@ def _run_keepalive(
 
 def _fail(lane: RemoteLane, error: Exception) -> None:
     """End a lane because of an unexpected error in a background thread."""
-    _LOGGER.error("%s: attaching or keeping envs failed", lane.name, exc_info=error)
+    _LOGGER.error(
+        "%s: attaching to the server, or keeping the lease alive, failed",
+        lane.name,
+        exc_info=error,
+    )
     with lane._lock:
         if not lane._session.state.is_over:
             text = f"{lane.name}: {type(error).__name__}: {error!s:.500}"

@@ -60,10 +60,13 @@ class ServerPool:
           AddressError: As for `resolve`.
           TypeError: The sources are not a list of strings.
         """
-        if isinstance(sources, str) or not all(isinstance(at, str) for at in sources):
+        if isinstance(sources, str) or not all(
+            isinstance(source, str) for source in sources
+        ):
             raise TypeError(
                 f"expected a list of addresses, like ['sim1', 'sim2']; got {sources!r}"
             )
+        #: Maps each source to the addresses that it listed last.
         self._known = {source: resolve(source) for source in dict.fromkeys(sources)}
         self.addresses = [
             address for source in sources for address in self._known[source]
@@ -155,14 +158,14 @@ class ServerPool:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, is_full: bool) -> None:
-        began = time.monotonic()
+        began_at = time.monotonic()
         try:
-            self._poll(began, is_full=is_full)
+            self._poll(began_at, is_full=is_full)
         except Exception as error:  # record it: lanes may be waiting for this poll
             with self._lock:
-                self._fail(error, began)
+                self._fail(error, began_at)
 
-    def _fail(self, error: Exception, began: float) -> None:
+    def _fail(self, error: Exception, began_at: float) -> None:
         """Record that a poll has failed, so that lanes do not wait for its results."""
         text = f"polling the servers failed: {type(error).__name__}: {error}"
         if text not in self._reported:
@@ -170,25 +173,27 @@ class ServerPool:
             _LOGGER.warning("%s; retrying", text, exc_info=error)
         self.placement.num_free = {}
         self._gone = set()
-        self.polled_at = began
+        self.polled_at = began_at
         self._next_poll_at = time.monotonic() + _PAUSE_SECONDS
 
-    def _poll(self, began: float, *, is_full: bool) -> None:
+    def _poll(self, began_at: float, *, is_full: bool) -> None:
         """Poll all servers if `is_full`, otherwise those to which lanes could be moved.
 
         If a source cannot be resolved, use the addresses that it listed last. Single
         hosts are not looked up, because their addresses stay the same.
         """
         changing = [each for each in self._known if each.startswith(SOURCE_SCHEMES)]
-        sources = {source: _try_resolve(source) for source in changing}
-        failed = {s: text for s, text in sources.items() if isinstance(text, str)}
-        self._known |= {s: at for s, at in sources.items() if not isinstance(at, str)}
+        results = [(source, _try_resolve(source)) for source in changing]
+        failed = {source: error for source, error in results if isinstance(error, str)}
+        self._known |= {
+            source: found for source, found in results if not isinstance(found, str)
+        }
         addresses = {address for found in self._known.values() for address in found}
         with self._lock:
             lanes = self.placement.num_lanes()
         if not is_full:
             most = max(lanes.values(), default=0)
-            addresses = {at for at in addresses if lanes[at] + 2 <= most}
+            addresses = {each for each in addresses if lanes[each] + 2 <= most}
         found = query_servers(addresses, _REPLY_SECONDS, insecure=self._insecure)
         for name, error in {**failed, **found.errors}.items():
             if error not in self._reported:
@@ -209,7 +214,7 @@ class ServerPool:
             # An address that no source lists is gone if all sources were resolved.
             if not failed:
                 gone.update({*self.placement.locations.values()} - welcomes.keys())
-            self._gone, self.polled_at = gone, began
+            self._gone, self.polled_at = gone, began_at
             pause = _PAUSE_SECONDS + _PAUSE_SECONDS_PER_SERVER * len(addresses)
             self._next_poll_at = time.monotonic() + pause
 
@@ -286,13 +291,19 @@ def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
         return [*only]  # no need to query it: `BatchEnv.connect` waits for its reply
     results = [_try_resolve(source) for source in sources]
-    addresses = [at for found in results if not isinstance(found, str) for at in found]
+    addresses = [
+        address for found in results if not isinstance(found, str) for address in found
+    ]
     errors = [found for found in results if isinstance(found, str)]
     if errors and not addresses:
         raise AddressError("; ".join(errors))
     seconds = 2 * _REPLY_SECONDS
     welcomes = query_servers(addresses, seconds, insecure=insecure).welcomes
-    alive = [at for at, found in welcomes.items() if found and not found.is_draining]
+    alive = [
+        address
+        for address, welcome in welcomes.items()
+        if welcome and not welcome.is_draining
+    ]
     return alive or list(welcomes)
 
 

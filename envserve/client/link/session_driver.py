@@ -80,7 +80,7 @@ class SessionDriver:
         self._is_connected = False
         self._is_renewed = False
         self._disconnected_since = time.monotonic()
-        self._errors: list[float] = []  # times of recent protocol errors
+        self._error_times: list[float] = []  # of recent protocol errors
         self._check_errors_at = math.inf
 
     def run(self, now: float) -> None:
@@ -96,11 +96,11 @@ class SessionDriver:
             connection.flush(session.outbox)
             return
         until = time.monotonic() + _MAX_RUN_SECONDS
-        is_late = False
-        while not is_late:
-            while not is_late and (frames := connection.receive()) is not None:
+        is_out_of_time = False
+        while not is_out_of_time:
+            while not is_out_of_time and (frames := connection.receive()) is not None:
                 session.receive(frames, now)
-                is_late = time.monotonic() > until
+                is_out_of_time = time.monotonic() > until
             is_readable = self._check_connection(now)
             session.advance(now)
             # Send first, because a move discards the DETACH for a rejected server.
@@ -181,9 +181,11 @@ class SessionDriver:
         if now < self._check_errors_at:
             return
         self._check_errors_at = math.inf
-        self._errors = [at for at in self._errors if now < at + _ERRORS_SECONDS]
-        self._errors.append(now)
-        if len(self._errors) < _MAX_ERRORS:
+        self._error_times = [
+            each for each in self._error_times if now < each + _ERRORS_SECONDS
+        ]
+        self._error_times.append(now)
+        if len(self._error_times) < _MAX_ERRORS:
             return
         self.session.abort(
             RemoteProtocolError(
@@ -217,42 +219,42 @@ class SessionDriver:
         is_urgent = now >= attachment.give_up_at - 1.0
         if may_recover and not (is_urgent or now >= since + _MAX_SILENCE_SECONDS):
             return False
-        before, self._is_searching = placement.locations[self], True
-        found = server_pool.assign(
+        previous, self._is_searching = placement.locations[self], True
+        address = server_pool.assign(
             self,
             may_recover=may_recover,
             is_ungranted=attachment.granted_by != attachment.address,
             is_urgent=is_urgent,
         )
-        if found is None:
+        if address is None:
             return False
-        return self._move(server_pool, before, found, now)
+        return self._move(server_pool, previous, address, now)
 
     def _move(
         self,
         server_pool: ServerPool,
-        before: str,
-        found: str,
+        previous: str,
+        address: str,
         now: float,
         reason: str = "",
     ) -> bool:
-        """Move from server `before` to `found`, unless the key of `found` is unknown.
+        """Move from the server `previous` to the one at `address`; return True.
 
-        Return whether the session was moved.
+        If the key of the new server is unknown, exclude that server, and return False.
         """
         self.is_moving = False
         try:  # get the keys before changing anything
-            keys = self.connection.keys_for(found)
+            keys = self.connection.keys_for(address)
         except (ConnectError, KeyFileError) as error:
-            _LOGGER.warning("cannot move envs to %s: %s", found, error)
+            _LOGGER.warning("cannot move envs to %s: %s", address, error)
             server_pool.exclude(self)
-            server_pool.placement.locations[self] = before
+            server_pool.placement.locations[self] = previous
             return False
         self._detach_frames = self.session.requests.pack(MessageType.DETACH)
-        self.session.attachment.move_to(found, now, reason)
-        self.connection.move(found, keys, self._detach_frames)
+        self.session.attachment.move_to(address, now, reason)
+        self.connection.move(address, keys, self._detach_frames)
         self._detach_frames = []
-        self._errors.clear()
+        self._error_times.clear()
         self._check_errors_at = math.inf
         self._on_disconnected(now)
         return True
@@ -296,10 +298,10 @@ class SessionDriver:
         is_ready = all(each.state is ClientState.READY for each in sessions)
         is_ready &= attachment.has_next_seeds(successor.attachment)
         if can_move and is_ready and attachment.needs_server_since(now) is None:
-            before = server_pool.placement.locations[self]
-            found = server_pool.move(self)
-            reason = f"its rows move to {found}, which has fewer rows of this batch"
-            if self._move(server_pool, before, found, now, reason):
+            previous = server_pool.placement.locations[self]
+            address = server_pool.move(self)
+            reason = f"its rows move to {address}, which has fewer rows of this batch"
+            if self._move(server_pool, previous, address, now, reason):
                 attachment.adopt_lease(successor.attachment, now)
 
     def wait(self, deadline: float) -> None:

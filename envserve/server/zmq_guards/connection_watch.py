@@ -79,14 +79,15 @@ class ConnectionWatch:
         now, used = self._loop.time(), self._private_bytes()
         self._min_bytes = min(self._min_bytes, used)
         growth = used - self._min_bytes
-        is_short = not _has_free_descriptor()
-        self._shortage_since = min(self._shortage_since, now) if is_short else math.inf
+        self._shortage_since = (
+            math.inf if _has_free_descriptor() else min(self._shortage_since, now)
+        )
         if growth > self._max_growth_bytes():
             reason = f"memory grew by {growth / 2**20:.0f} MiB, see --max-buffered-mib"
-            is_shortage = False
+            blames_user = False
         elif now - self._shortage_since >= self._shortage_limit:
             reason = "connections use all descriptors, see ulimit -n"
-            is_shortage = True
+            blames_user = True
             self._shortage_limit = min(2 * self._shortage_limit, _MAX_SHORTAGE_SECONDS)
         else:
             if now - self._reopened_at > 2 * _MAX_SHORTAGE_SECONDS:
@@ -94,8 +95,8 @@ class ConnectionWatch:
             return
         self._min_bytes = self._shortage_since = math.inf
         self._reopened_at = now
-        user = self._zap.take_suspect(self._min_connections) if self._zap else ""
-        self._sockets.reopen(reason, user if is_shortage else "")
+        suspect = self._zap.take_suspect(self._min_connections) if self._zap else ""
+        self._sockets.reopen(reason, suspect if blames_user else "")
 
     def _private_bytes(self) -> int:
         """Return the private memory of this process in bytes; 0 without /proc."""

@@ -171,7 +171,7 @@ class ServerSockets:
                 socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
                 socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self.rotation = deque(self.by_number.values())
-        self._pollable = [(item.zmq, int(zmq.POLLIN)) for item in self.rotation]
+        self._pollable = [(socket.zmq, int(zmq.POLLIN)) for socket in self.rotation]
 
     def listen(self) -> None:
         """Listen on every address; raise ServerError if one cannot be used."""
@@ -182,7 +182,7 @@ class ServerSockets:
 
     def _accept(self) -> None:
         """Make libzmq accept connections on the listening sockets."""
-        by_user = {item.user: item.zmq for item in self.by_number.values()}
+        by_user = {socket.user: socket.zmq for socket in self.by_number.values()}
         for address, listener in zip(self.addresses, self._listeners, strict=True):
             socket = by_user[_USERS[address.partition("://")[0]]]
             socket.setsockopt(zmq.USE_FD, os.dup(listener.fileno()))

@@ -210,7 +210,9 @@ class Attachment:
         self.machine.change_to(ClientState.ATTACHING)
         self._use_lease(self.client_blocks, other.num_leases, now)
 
-    def _use_lease(self, blocks: ClientBlocks, num_leases: int, now: float) -> None:
+    def _use_lease(
+        self, client_blocks: ClientBlocks, num_leases: int, now: float
+    ) -> None:
         """Change to READY, and send the requests that are in flight."""
         self.granted_by = self.address
         self.num_leases += num_leases
@@ -224,11 +226,11 @@ class Attachment:
                 if self.lost_lease.give_up_error is not None:
                     self.lost_lease.lost_at = now  # if it is lost, wait again
                 self.lost_lease.give_up_error = None
-            if not blocks.in_flight:
+            if not client_blocks.in_flight:
                 self.lost_lease = None
         # Send each request once, although a call can be in flight on several blocks.
-        requests = {id(item): item for item in blocks.in_flight.values()}.values()
-        for request in requests:
+        in_flight = client_blocks.in_flight.values()
+        for request in {id(request): request for request in in_flight}.values():
             self._requests.send(request, now)
 
     def _create_blocks(self, spec: EnvSpec, blocks: tuple[Block, ...]) -> ClientBlocks:
@@ -390,10 +392,10 @@ class Attachment:
     @property
     def give_up_at(self) -> float:
         """Time at which to call `give_up`, in monotonic seconds."""
-        return self._lost_at + (_MAX_POLL_SECONDS if self.awaits_poll else 0.0)
+        return self._loss_deadline + (_MAX_POLL_SECONDS if self.awaits_poll else 0.0)
 
     @property
-    def _lost_at(self) -> float:
+    def _loss_deadline(self) -> float:
         """Time at which the server or the lease counts as lost for good."""
         since, loss = self._requests.liveness.silent_since, self.lost_lease
         state, timeouts = self.machine.state, self._timeouts

@@ -64,7 +64,7 @@ class ClientBlocks:
       max_result_bytes: Maximum length of a result for all blocks.
       num_pieces: Number of blocks, plus number of 64 KiB chunks in the longest result.
       in_flight: Requests that have no reply yet, by block index.
-      ended: Indices of blocks whose results the caller has not collected yet.
+      uncollected: Indices of blocks whose results the caller has not collected yet.
       lost: Reasons for losses, by block index; a lost block must be reset before it is
         used.
       absent: Indices of blocks in flight whose envs were absent at the last
@@ -90,7 +90,7 @@ class ClientBlocks:
         self.max_result_bytes = codec.max_result_bytes
         self.num_pieces = len(blocks) + (self.max_result_bytes >> 16)
         self.in_flight: dict[int, Request] = {}
-        self.ended: set[int] = set()
+        self.uncollected: set[int] = set()
         self.lost: dict[int, str] = {}
         self.absent: frozenset[int] = frozenset()
         self.absent_is_stale = False
@@ -118,7 +118,7 @@ class ClientBlocks:
         self._lost_at_end: set[int] = set()
         #: Whether `discard_all` has discarded results since the last `mark_lost`. The
         #: caller may not have received them.
-        self._is_discarded = False
+        self._has_discarded = False
 
     # Submitting. A method that raises has changed nothing.
 
@@ -164,7 +164,7 @@ class ClientBlocks:
             if info:
                 infos[row] = info
         self._replies.append(([Outcome(index, infos)], None, b"", b""))
-        self.ended.add(index)
+        self.uncollected.add(index)
 
     def reset(self, resets: Sequence[Reset]) -> list[Request]:
         """Return the requests for resets of distinct blocks."""
@@ -180,7 +180,9 @@ class ClientBlocks:
         has_options = any(r.options for r in resets)
         size = MAX_ARGUMENT_BLOCKS if has_options else len(self.blocks)
         starts = range(0, len(others), size)
-        return requests + [self._reset(others[at : at + size]) for at in starts]
+        return requests + [
+            self._reset(others[start : start + size]) for start in starts
+        ]
 
     def call(self, calls: Sequence[Call]) -> list[Request]:
         """Return the requests for calls; raise CallError if arguments are too long."""
@@ -218,7 +220,7 @@ class ClientBlocks:
         if (
             (*blocks,) in self._parts  # implies that they exist and are distinct
             and in_flight.keys().isdisjoint(blocks)
-            and self.ended.isdisjoint(blocks)
+            and self.uncollected.isdisjoint(blocks)
         ):
             return
         if len({*blocks}) < len(blocks):
@@ -230,7 +232,7 @@ class ClientBlocks:
                 raise LocalProtocolError(
                     f"{self.address}: expected a block index below {count}; got {block}"
                 )
-            if block in in_flight or block in self.ended:
+            if block in in_flight or block in self.uncollected:
                 raise LocalProtocolError(
                     f"{self.address}: block {block} is in flight; collect its "
                     f"result before you submit another operation"
@@ -250,7 +252,7 @@ class ClientBlocks:
         for block, seq in request.entries:
             self._seqs[block] = seq
             del self.in_flight[block]
-            self.ended.add(block)
+            self.uncollected.add(block)
             outcomes.append(self._plain_outcomes[block])
         body = frame[len(request.reply_head) :]
         self._replies.append((outcomes, request, body, b""))
@@ -269,15 +271,16 @@ class ClientBlocks:
             reported = report.outcomes(
                 message.entries, self._block_of_row, self.address
             )
-            for note in [n for outcome in reported.values() for n in outcome.warnings]:
-                if len(self._warned) < _MAX_WARNED and note not in self._warned:
-                    self._warned.add(note)
-                    _LOGGER.warning("%s: %s", self.address, note)
+            warnings = [w for outcome in reported.values() for w in outcome.warnings]
+            for warning in warnings:
+                if len(self._warned) < _MAX_WARNED and warning not in self._warned:
+                    self._warned.add(warning)
+                    _LOGGER.warning("%s: %s", self.address, warning)
         outcomes = []
         for block, seq in message.entries:
             self._seqs[block] = seq
             del self.in_flight[block]
-            self.ended.add(block)
+            self.uncollected.add(block)
             if not reported and not self.lost and request.part is not None:
                 outcome = self._plain_outcomes[block]  # the usual case
             else:
@@ -308,8 +311,8 @@ class ClientBlocks:
         if index in self.lost and is_reset and not _rows_not_reset(request, block):
             text, has_ended = self.lost.pop(index), index in self._lost_at_end
             self._lost_at_end.discard(index)
-            is_whole = has_ended and not (reported and reported.faults)
-            if request.is_step and not is_whole:
+            lost_nothing = has_ended and not (reported and reported.faults)
+            if request.is_step and not lost_nothing:
                 faults = [Fault(row, Status.SERVER_LOST, text) for row in block.rows]
                 # With "next_step", the next step returns the infos of the reset.
                 infos = reported.infos if reported and self._is_next_step else {}
@@ -345,7 +348,7 @@ class ClientBlocks:
     def _fail_block(self, block: int, error: EnvserveError | None = None) -> None:
         del self.in_flight[block]
         self._replies.append(([Outcome(block, error=error)], None, b"", b""))
-        self.ended.add(block)
+        self.uncollected.add(block)
         self._reported_absent.discard(block)
         self.absent_is_stale = True
 
@@ -370,7 +373,7 @@ class ClientBlocks:
             if block not in self.lost and self._is_at_end(block):
                 self._lost_at_end.add(block)
             self.lost.setdefault(block, str(error))
-        self._is_discarded = False
+        self._has_discarded = False
         for block, request in sorted(self.in_flight.items()):
             if request.type is MessageType.CALL:
                 if request.id:  # the call was sent
@@ -388,7 +391,7 @@ class ClientBlocks:
         # In other autoreset modes, no step only resets envs. If the last result was
         # discarded, or was not collected yet, the rows do not show whether episodes
         # have ended.
-        if not self._is_next_step or self._is_discarded or index in self.ended:
+        if not self._is_next_step or self._has_discarded or index in self.uncollected:
             return False
         part = self.blocks[index].row_slice
         has_ended = (rows.terminated[part] | rows.truncated[part]).all()
@@ -401,8 +404,8 @@ class ClientBlocks:
         self._reported_absent.clear()
         self._finals_written.clear()
         self._lost_at_end.clear()
-        self._is_discarded = True
-        self.ended.clear()
+        self._has_discarded = True
+        self.uncollected.clear()
         self.absent = frozenset()
 
     # Collecting, in the caller's thread.
@@ -414,7 +417,7 @@ class ClientBlocks:
         which is also stored in `protocol_error`.
         """
         replies, self._replies = self._replies, []
-        self.ended.clear()
+        self.uncollected.clear()
         collected: list[Outcome] = []
         for outcomes, request, body, payload in replies:
             if request is not None:
@@ -466,9 +469,10 @@ class ClientBlocks:
             # "next_step", one of an episode that has not begun for the caller.
             others = [
                 row
-                for out in outcomes
-                if out.block in self.lost or out.block in self._first_observations
-                for row in _rows_not_reset(request, self.blocks[out.block])
+                for outcome in outcomes
+                if outcome.block in self.lost
+                or outcome.block in self._first_observations
+                for row in _rows_not_reset(request, self.blocks[outcome.block])
             ]
             last = [leaf[others] for leaf in self.rows.observation]
             part.unpack_results(body, payload)
@@ -494,15 +498,15 @@ class ClientBlocks:
         copy_final_to_observation(self.rows, block.row_slice)
         return Outcome(outcome.block, faults=outcome.faults)
 
-    def is_ready(self, min_ended: int) -> bool:
+    def is_ready(self, min_finished: int) -> bool:
         """Return whether the caller should collect now.
 
-        This is the case if a block has become absent, if at least `min_ended` blocks
-        have ended, or if no block is in flight.
+        This is the case if a block has become absent, if at least `min_finished` blocks
+        have finished, or if no block is in flight.
         """
         if self.absent_is_stale and self.refresh_absent():
             return True
-        return len(self.ended) >= min_ended or not self.in_flight
+        return len(self.uncollected) >= min_finished or not self.in_flight
 
     def refresh_absent(self) -> bool:
         """Update `absent`; return whether a block was added.

@@ -125,7 +125,7 @@ class ClientSession:
     def num_in_flight(self) -> int:
         """Number of blocks with an operation in flight or an uncollected result."""
         blocks = self.attachment.client_blocks
-        return 0 if blocks is None else len(blocks.in_flight) + len(blocks.ended)
+        return 0 if blocks is None else len(blocks.in_flight) + len(blocks.uncollected)
 
     def stats(self) -> dict[str, int]:
         """Return the session's counters by name."""

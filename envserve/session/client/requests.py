@@ -40,10 +40,10 @@ _FIRST_RESEND_SECONDS: Final = 1.0
 _MAX_RESEND_SECONDS: Final = 4.0
 #: Number of consecutive times that the server must ignore a request before the blocks
 #: of the request count as absent, and before the server can count as lost.
-_ABSENT_IGNORED: Final = 2
-_LOST_IGNORED: Final = 3
+_MIN_IGNORED_ABSENT: Final = 2
+_MIN_IGNORED_LOST: Final = 3
 #: Minimum time, in seconds, that a server must ignore a request before the server is
-#: considered lost. This is longer than it takes to send the request `_LOST_IGNORED`
+#: considered lost. This is longer than it takes to send the request `_MIN_IGNORED_LOST`
 #: times, so that the client can find another server in the meantime.
 _MIN_IGNORED_SECONDS: Final = 8.0
 #: Types of operations, and of the replies to them.
@@ -109,7 +109,7 @@ class Request:
     @property
     def is_ignored(self) -> bool:
         """Whether the request's blocks are absent, because the server ignores it."""
-        return len(self.ignored_at) >= _ABSENT_IGNORED
+        return len(self.ignored_at) >= _MIN_IGNORED_ABSENT
 
     @property
     def unanswered_blocks(self) -> list[int]:
@@ -134,8 +134,8 @@ class Requests:
       session: Number of the session.
       boot: Boot id of the server; 0 until its WELCOME arrives.
       epoch: Number of the lease; 0 until it is granted.
-      outbox: Frames to send, by request id, in sending order; the transport deletes
-        entries that it has sent.
+      outbox: Frames to send, by request id (with other keys for a PING and a DETACH),
+        in sending order; the transport deletes entries that it has sent.
       unanswered: Requests without a complete reply, by id.
       liveness: Liveness of the server.
       num_resends: Number of copies sent.
@@ -305,7 +305,7 @@ class Requests:
         ignored_seconds = max(timeouts.lost_seconds, _MIN_IGNORED_SECONDS)
         for request in self.unanswered.values():
             deadline = request.sent_at + timeouts.operation_seconds
-            if len(request.ignored_at) >= _LOST_IGNORED:
+            if len(request.ignored_at) >= _MIN_IGNORED_LOST:
                 deadline = min(deadline, request.ignored_at[0] + ignored_seconds)
             if deadline < first_at:
                 first_at, first = deadline, request

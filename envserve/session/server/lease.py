@@ -178,7 +178,7 @@ class Lease:
         codec = RowCodec(rows)
         self.max_result_bytes = codec.max_result_bytes
         self._parts = BlockParts(codec, self._blocks)
-        self._actions = actions
+        self._action_mode = actions
         self._bounds = ActionBounds(spec, rows.action, actions)
         self._settings = settings
         self._reply_builder = reply_builder
@@ -213,7 +213,7 @@ class Lease:
                 "expected at least one block, and no block more than once"
             )
         if not is_next:
-            return self._handle_repeat(message, now)
+            return self._handle_out_of_sequence(message, now)
         blocks = tuple(indices)
         resets: Sequence[Reset] = ()
         decision: Decision
@@ -244,7 +244,7 @@ class Lease:
                 self.result_cache.drop(block)
         return [decision]
 
-    def _handle_repeat(self, message: Message, now: float) -> list[Decision]:
+    def _handle_out_of_sequence(self, message: Message, now: float) -> list[Decision]:
         """Handle a request that is a copy, is late, or skips a seq."""
         request = self._find_request(message)
         if request is None:
@@ -310,7 +310,9 @@ class Lease:
     def _raise_if_invalid(self, start: int, stop: int) -> None:
         """Raise Rejection if an action of the rows [start, stop) is invalid."""
         try:
-            check_action_rows(self._spec, self._rows.action, start, stop, self._actions)
+            check_action_rows(
+                self._spec, self._rows.action, start, stop, self._action_mode
+            )
         except ActionError as error:
             raise Rejection(ErrorCode.INVALID_ACTION, str(error)) from None
 
@@ -432,7 +434,7 @@ class Lease:
     def _pack_report(self, outcomes: Collection[Outcome]) -> bytes:
         """Return the report frame of a RESULT."""
         redacted = self._reply_builder.redacted
-        packed = (out.packed_infos.items() for out in outcomes)
+        packed = (outcome.packed_infos.items() for outcome in outcomes)
         infos = RowInfos()
         for outcome in outcomes:
             infos.add(outcome.infos)

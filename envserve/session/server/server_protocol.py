@@ -338,10 +338,10 @@ class ServerProtocol:
             return [self._reply_builder.session_ended(message, record.reason)]
         record.request = message
         if record.state is LeaseState.GRANTED and record.grant_limiter.allow(now):
-            return [self._granted(record)._replace(limiter=record.grant_limiter)]
+            return [self._granted_reply(record)._replace(limiter=record.grant_limiter)]
         return [self._reply_builder.building(message, now - record.attached_at)]
 
-    def _granted(self, record: LeaseRecord) -> Reply:
+    def _granted_reply(self, record: LeaseRecord) -> Reply:
         request = dataclasses.replace(record.request, epoch=record.number)
         return self._reply_builder.reply(
             request, MessageType.GRANTED, record.granted_body
@@ -370,7 +370,7 @@ class ServerProtocol:
         text = "%s, granted to %s after %.1f s"
         _LOGGER.info(text, record, record.client, seconds, extra=extra)
         starts = self.leases.start_builds()
-        return [record.audit_event("attached"), self._granted(record), *starts]
+        return [record.audit_event("attached"), self._granted_reply(record), *starts]
 
     def pool_failed(
         self, session_id: SessionId, error: EnvserveError

@@ -28,7 +28,8 @@ from ppo.environments import MASK_KEY
 from ppo.errors import UnsupportedSpaceError
 from ppo.spaces import check_action_space
 
-_FLAGS = (
+#: Types of spaces whose values can be the flags of an action mask.
+_MASK_SPACES = (
     gymnasium.spaces.Box,
     gymnasium.spaces.MultiBinary,
     gymnasium.spaces.MultiDiscrete,
@@ -120,7 +121,7 @@ class ActionAdapter:
             )
         is_split = isinstance(mask, gymnasium.spaces.Tuple)
         parts, expected = (mask.spaces, sizes) if is_split else ([mask], [sum(sizes)])
-        got = [part.shape if isinstance(part, _FLAGS) else None for part in parts]
+        got = [part.shape if isinstance(part, _MASK_SPACES) else None for part in parts]
         if got != [(size,) for size in expected]:
             shapes = ", ".join(f"[{size}]" for size in expected)
             raise UnsupportedSpaceError(
@@ -290,6 +291,8 @@ class _MultiDiscreteActions(ActionAdapter):
         sizes = [int(size) for size in np.ravel(space.nvec)]
         self._choice_sizes = sizes
         self.output_size, self.noise_size = sum(sizes), len(sizes) * max(sizes)
+        # Mask of the options that exist, bool `[D, max(sizes)]`: choices with fewer
+        # options are padded.
         self._exists = np.arange(max(sizes)) < np.c_[sizes]
 
     def distribution(

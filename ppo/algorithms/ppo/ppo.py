@@ -55,8 +55,9 @@ class PPO(Algorithm):
     ) -> dict[str, float]:
         """Update the reward scale, then train for several epochs on the rollout."""
         # Update the scale first, because `updater` uses it to scale these rewards.
-        ends = rollout.done, rollout.valid
-        self.return_scale.update(rollout.reward, *ends, self.learners)
+        self.return_scale.update(
+            rollout.reward, rollout.done, rollout.valid, self.learners
+        )
         return self.updater.update(
             rollout, reward_scale=self.return_scale.factor, progress=progress, seed=seed
         )

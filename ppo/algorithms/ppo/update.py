@@ -79,10 +79,11 @@ class Updater:
         # Otherwise, the value function continues to learn.
         self._has_separate_value = len(policy) < len(self._variables)
         is_policy = [any(v is other for other in policy) for v in self._variables]
-        self._networks = [  # indices of the policy's variables, and of all others
-            [index for index, flag in enumerate(is_policy) if flag is wanted]
-            for wanted in (True, False)
-            if wanted in is_policy
+        # Indices of the policy's variables, and of all others.
+        self._network_indices = [
+            [index for index, value in enumerate(is_policy) if value is is_in_policy]
+            for is_in_policy in (True, False)
+            if is_in_policy in is_policy
         ]
         self._schedules = Schedules(config)
         self.trackables: dict[str, Any] = {
@@ -125,7 +126,7 @@ class Updater:
         config = self._config
         coefficients = self._schedules.at(progress)
         batch = tf.nest.map_structure(tf.convert_to_tensor, rollout)
-        values = self._compiled(
+        tensors = self._compiled(
             batch,
             tf.cast(reward_scale, tf.float32),
             tf.nest.map_structure(
@@ -133,7 +134,7 @@ class Updater:
             ),
             tf.constant(seed, tf.int32),
         )
-        metrics = {name: float(value) for name, value in values.items()}
+        metrics = {name: float(value) for name, value in tensors.items()}
         norm = metrics["gradient_norm"]
         # Non-finite gradients make all later gradients non-finite, so checking the last
         # epoch is sufficient. After a rollback, however, the parameters are finite
@@ -201,12 +202,14 @@ class Updater:
             kl: tf.Tensor,
             metrics: tf.Tensor,
         ) -> tuple[tf.Tensor, ...]:
-            current = advantages
+            epoch_advantages = advantages
             if config.recompute_advantages:
-                _, current = self._jit(self._advantages)(rollout, *inputs)
+                _, epoch_advantages = self._jit(self._advantages)(rollout, *inputs)
             before = self._rollback.save()
             epoch_seed = tf.random.experimental.stateless_fold_in(seed, epoch)
-            epoch_metrics = self._epoch(samples | current, coefficients, epoch_seed)
+            epoch_metrics = self._epoch(
+                samples | epoch_advantages, coefficients, epoch_seed
+            )
             epoch_kl = self._mean_kl(samples)
             if config.max_kl > 0:
                 is_too_far |= ~(epoch_kl <= config.max_kl)
@@ -316,7 +319,7 @@ class Updater:
     def _apply(self, gradients: list[tf.Tensor]) -> tf.Tensor:
         """Apply the gradients, and return their global norm before clipping."""
         gradients, norm = clip_by_network(
-            gradients, self._networks, self._config.max_gradient_norm
+            gradients, self._network_indices, self._config.max_gradient_norm
         )
         self.optimizer.apply(gradients, self._variables)
         return norm
@@ -427,10 +430,10 @@ class Updater:
             discount=config.discount,
             gae_lambda=config.gae_lambda,
         )
-        rows = self._sampler.reorder
+        reorder = self._sampler.reorder
         return value, {
-            "advantage": rows(_flat(advantage)),
-            "target": rows(_flat(target)),
+            "advantage": reorder(_flat(advantage)),
+            "target": reorder(_flat(target)),
         }
 
 

@@ -83,10 +83,10 @@ class ReplayBuffer:
 
     def sample(self, shape: tuple[int, int], seed: tuple[int, int]) -> dict[str, Any]:
         """Return transitions `[*shape, ...]`, sampled uniformly with replacement."""
-        numbers = np.random.default_rng(seed).integers(self.size, size=shape)
+        offsets = np.random.default_rng(seed).integers(self.size, size=shape)
         # Count from the oldest transition, so that a resumed run, in which it may have
         # another row, samples the same transitions.
-        indices = (self._next - self.size + numbers) % self._capacity
+        indices = (self._next - self.size + offsets) % self._capacity
         rows = [array[indices] for array in self._arrays]
         return tf.nest.pack_sequence_as(self._structure, rows)
 

@@ -66,7 +66,7 @@ class SAC(Algorithm):
             activation=config.activation,
         )
         seeds = np.random.SeedSequence(config.seed, spawn_key=(1,)).generate_state(2)
-        self._critics, self._targets = (
+        self._critics, self._target_networks = (
             [make_critic(seed=int(seed >> 2)) for seed in seeds] for _ in range(2)
         )
         self._log_temperature = keras.Variable(
@@ -85,7 +85,7 @@ class SAC(Algorithm):
             optimizer.build(self._variables[name])
         self.trackables = {
             "critics": self._critics,
-            "targets": self._targets,
+            "targets": self._target_networks,
             "log_temperature": self._log_temperature,
             "optimizers": self._optimizers,
         }
@@ -209,7 +209,9 @@ class SAC(Algorithm):
         gradient = entropy - self._target_entropy
         self._optimizers["temperature"].apply([gradient], [self._log_temperature])
 
-        for critic, target_network in zip(self._critics, self._targets, strict=True):
+        for critic, target_network in zip(
+            self._critics, self._target_networks, strict=True
+        ):
             pairs = zip(critic.variables, target_network.variables, strict=True)
             for new, old in pairs:
                 old.assign_add(self.settings.tau * (new.value - old.value))
@@ -228,7 +230,7 @@ class SAC(Algorithm):
         features = self.agent.preprocess(batch["next_observation"])
         policy = self.agent.distribution(features)
         action = policy.sample(noise)
-        values = self._values(self._targets, features, tf.tanh(action))
+        values = self._values(self._target_networks, features, tf.tanh(action))
         value = tf.minimum(*values) - temperature * policy.log_prob(action)
         value = tf.where(batch["terminated"], 0.0, value)
         return batch["reward"] + self.config.discount * value

@@ -103,23 +103,23 @@ def diagnose_connection(
     findings: list[Finding] = []
     deadline = time.monotonic() + timeout_seconds
     while addresses and Finding.OK not in findings:
-        left = max(0.0, deadline - time.monotonic())
-        by = time.monotonic() + left / len(addresses)
-        findings.append(_diagnose_ip(addresses.pop(0), keys, by))
+        remaining = max(0.0, deadline - time.monotonic())
+        ip_deadline = time.monotonic() + remaining / len(addresses)
+        findings.append(_diagnose_ip(addresses.pop(0), keys, ip_deadline))
     return min(findings, key=lambda finding: _PRIORITIES.get(finding, 1))
 
 
 def _diagnose_ip(address: str, keys: CurveKeys | None, deadline: float) -> Finding:
     """Diagnose connections to an address that contains no host name."""
     try:
-        mechanism, kind = _read_greeting(address, deadline)
+        mechanism, socket_type = _read_greeting(address, deadline)
     except (ConnectionRefusedError, FileNotFoundError):
         return Finding.REFUSED
     except (OSError, ValueError):
         return Finding.UNKNOWN
     except EOFError:
         return Finding.SILENT
-    if mechanism == b"NULL" and kind not in (b"", b"ROUTER"):
+    if mechanism == b"NULL" and socket_type not in (b"", b"ROUTER"):
         return Finding.NOT_A_SERVER
     if mechanism == b"NULL":
         return Finding.OK if keys is None else Finding.USES_NO_KEYS
@@ -153,8 +153,8 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
             stream.connect(re.sub("^@", "\0", rest))  # @: an abstract socket
     if scheme != "tcp":
         raise ValueError(f"expected a tcp address; got {address!r}")
-    left = max(0.01, deadline - time.monotonic())
-    with socket.create_connection((host.strip("[]"), int(port)), left) as stream:
+    remaining = max(0.01, deadline - time.monotonic())
+    with socket.create_connection((host.strip("[]"), int(port)), remaining) as stream:
         stream.sendall(_OUR_GREETING)
         soon = (time.monotonic() + deadline) / 2
         if not (greeting := _receive(stream, _GREETING_BYTES, soon)):
@@ -164,12 +164,12 @@ def _read_greeting(address: str, deadline: float) -> tuple[bytes, bytes]:
             raise EOFError
         if len(greeting) < _GREETING_BYTES or not greeting[0] & greeting[9] & 1:
             return b"", b""
-        mechanism, kind = greeting[_MECHANISM].rstrip(b"\0"), None
+        mechanism, socket_type = greeting[_MECHANISM].rstrip(b"\0"), None
         if mechanism == b"NULL":
             stream.sendall(_OUR_GREETING_END)
             *_, length = _receive(stream, 2, deadline) or [0]
-            kind = _SOCKET_TYPE.search(_receive(stream, length, deadline))
-    return mechanism, kind[1] if kind else b""
+            socket_type = _SOCKET_TYPE.search(_receive(stream, length, deadline))
+    return mechanism, socket_type[1] if socket_type else b""
 
 
 def _receive(stream: socket.socket, num_bytes: int, deadline: float) -> bytes:
@@ -372,5 +372,5 @@ class Diagnosis:
             time.sleep(_CONFIRM_SECONDS)
             finding = diagnose_connection(*self._target, self._timeout_seconds)
         self._error = connection_error(finding, *self._target)
-        may_pass = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
-        self.is_final = finding not in (*may_pass, Finding.REFUSED)
+        temporary = (Finding.UNKNOWN_CLIENT, Finding.UNKNOWN_HOST, Finding.SILENT)
+        self.is_final = finding not in (*temporary, Finding.REFUSED)

@@ -39,9 +39,9 @@ def resolve_host(address: str) -> list[str]:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     ips = dict.fromkeys(_ip_of(*socket_address) for *_, socket_address in found)
-    four = [f"tcp://{ip}:{port}" for ip in ips if ":" not in ip]
-    six = [f"tcp://[{ip}]:{port}" for ip in ips if ":" in ip]
-    pairs = itertools.zip_longest(four, six)
+    ipv4 = [f"tcp://{ip}:{port}" for ip in ips if ":" not in ip]
+    ipv6 = [f"tcp://[{ip}]:{port}" for ip in ips if ":" in ip]
+    pairs = itertools.zip_longest(ipv4, ipv6)
     return [address for address in itertools.chain(*pairs) if address]
 
 
