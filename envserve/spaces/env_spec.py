@@ -35,6 +35,8 @@ from envserve.spaces.leaves import (
 _MAX_VALUE_BYTES: Final = 1 << 30
 #: Bytes charged to the budget for each space in a description, in addition to arrays.
 _SPACE_BYTES: Final = 1 << 18
+#: Maximum size in bytes of uniform bounds that are copied; `_SPACE_BYTES` covers them.
+_MAX_COPY_BYTES: Final = 1 << 16
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
@@ -309,7 +311,9 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
     box = spaces.Box(low, high, dtype=dtype.type)
     for name in ("low", "high", "bounded_below", "bounded_above"):
-        vars(box)[name] = np.broadcast_to(vars(box)[name], shape)
+        bound = np.broadcast_to(vars(box)[name], shape)
+        # In a view, users could not change the bounds, and PyTorch would warn about it.
+        vars(box)[name] = bound if bound.nbytes > _MAX_COPY_BYTES else bound.copy()
     box._shape = shape
     return box
 

@@ -91,6 +91,15 @@ def test_uniform_image_bounds_are_sent_as_two_numbers() -> None:
     assert len(codec.encode(describe(image))) < 100
 
 
+def test_users_can_change_small_bounds() -> None:
+    box = encode_and_restore(spaces.Box(-1, 1, (6,), np.float32))
+    assert isinstance(box, spaces.Box)
+    box.low[0], box.high[1:] = -2, 3
+    assert box == spaces.Box(
+        np.array([-2, *[-1] * 5], np.float32), np.array([1, *[3] * 5], np.float32)
+    )
+
+
 @pytest.mark.parametrize("name", ALL_SPACES)
 def test_flattened_samples_are_within_the_leaf_bounds_and_can_be_unflattened(
     name: str,
