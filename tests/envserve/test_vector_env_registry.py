@@ -252,6 +252,7 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
             assert env.has_wrapper_attr("gravity")
             assert not env.has_wrapper_attr("nothing")
             assert not env.set_wrapper_attr("nothing", 1.0, force=False)
+            assert env.has_wrapper_attr("env")  # its value cannot be sent
             env.unwrapped.gravity = 3.0  # type: ignore[attr-defined]
         assert ours.step(1)[0].tolist() == theirs.step(1)[0].tolist()
         assert ours.get_wrapper_attr("gravity") == 3.0
@@ -262,6 +263,17 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
             _ = ours.nothing
         assert ours.get_wrapper_attr("set_wrapper_attr")
         assert ours.action_space == theirs.action_space
+
+
+def test_private_attributes_of_one_env_can_be_set() -> None:
+    for make in (gymnasium.make, envserve.make):
+        with contextlib.closing(make("CartPole-v1")) as env:
+            env.reset()
+            env._max_episode_steps = 1
+            env.unwrapped._goal = 5
+            assert env.step(0)[3]  # truncated
+            assert env.unwrapped._goal == env.get_wrapper_attr("_goal") == 5
+            assert not hasattr(env, "_nothing")
 
 
 def test_servers_expose_the_attributes_of_one_env_by_name(
