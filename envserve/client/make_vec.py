@@ -118,7 +118,8 @@ def make_vec(
       TypeError: An option is unknown.
       ValueError: An option is out of bounds.
     """
-    if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
+    modes = [mode.value for mode in VectorizeMode]
+    if isinstance(addresses, VectorizeMode) or addresses in modes:
         # In `gymnasium.make_vec`, the third argument is the vectorization mode.
         addresses, vectorization_mode = None, addresses
     settings: dict[str, Any] = {
@@ -181,6 +182,8 @@ def make(
     Raises:
       EnvserveError: See `make_vec`.
     """
+    if isinstance(address, int):  # the second argument of `gymnasium.make`
+        address, max_episode_steps = None, address
     settings: dict[str, Any] = {
         **options,
         "address": address,

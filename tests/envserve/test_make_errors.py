@@ -103,6 +103,14 @@ def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
     with pytest.warns(UserWarning, match="'sync' has no effect"):
         one: Any = make_vec("CartPole-v1", 2, "sync")
     one.close()
+    with contextlib.closing(
+        make_vec("CartPole-v1", 2, "vector_entry_point", num_workers=1)
+    ) as vectorized:
+        assert vectorized.call("num_envs") == (2, 2)
+    limit: Any = 1  # the second argument of `gymnasium.make` is `max_episode_steps`
+    with contextlib.closing(make("CartPole-v1", limit)) as env:
+        env.reset()
+        assert env.step(0)[3]
 
 
 @pytest.mark.parametrize("name", ["same_step", "SameStep", AutoresetMode.SAME_STEP])
