@@ -36,6 +36,7 @@ MORE_SPACES: dict[str, Space] = {
     "empty_box": spaces.Box(0.0, 1.0, (0, 3), np.float32),
     "int8_discrete": spaces.Discrete(3, start=125, dtype=np.int8),
     "multi_binary_flat": spaces.MultiBinary(7),
+    "multi_binary_list": spaces.MultiBinary([7]),
     "multi_discrete_start": spaces.MultiDiscrete([3, 4], start=[-1, 10]),
     "multi_discrete_grid_start": spaces.MultiDiscrete(
         np.array([[3, 4], [5, 6]]), start=np.array([[0, 1], [2, 3]])
@@ -77,6 +78,13 @@ def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
     assert spaces_equal(again, space)
     assert bounds(again) == bounds(space)
     assert layout(again) == layout(space)
+
+
+def test_servers_of_older_releases_describe_the_same_spaces() -> None:
+    space = spaces.Dict(a=spaces.MultiBinary([7]), b=spaces.MultiBinary(7))
+    older = restore(describe(space, has_optional=False))
+    assert older != space
+    assert spaces_equal(older, space)
 
 
 def test_dict_keys_keep_their_order() -> None:
