@@ -201,6 +201,9 @@ def make(
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
     all_options = {"actions": "pass", **settings}
+    mode = settings["render_mode"]
+    if is_collected := str(mode).endswith("_list"):
+        all_options["render_mode"] = mode.removesuffix("_list")
     batch = make_batch(env, 1, addresses, fixed, expected, **all_options)
     result = Env(batch)
     name = batch.spec.env_name if isinstance(env, str) else env
@@ -213,6 +216,10 @@ def make(
     limit = env_kwargs.get("max_episode_steps")
     if result.spec is not None and limit is not None:
         result.spec.max_episode_steps = limit if limit > 0 else None
+    if is_collected:
+        # If the worker collected the frames, they would not fit into one message.
+        collection: Any = gymnasium.wrappers.RenderCollection(result)
+        result = collection
     return result
 
 

@@ -218,6 +218,23 @@ def test_one_env_passes_the_checks_of_gymnasium(shared_address: str) -> None:
         check_env(env)
 
 
+def test_one_env_returns_all_frames_of_an_episode(shared_address: str) -> None:
+    address = shared_address or None
+    env: Any = envserve.make("CartPole-v1", address, render_mode="rgb_array_list")
+    with contextlib.closing(env):
+        env.reset(seed=1)
+        for _ in range(50):
+            env.step(0)
+        frames = env.render()
+        assert len(frames) == 51
+        assert sum(frame.nbytes for frame in frames) > 32 << 20  # the limit of a call
+        assert not np.array_equal(frames[0], frames[-1])
+        assert env.render() == []
+        again = gymnasium.make(env.spec)
+        assert again.render_mode == env.render_mode == "rgb_array_list"
+        again.close()
+
+
 def test_a_lost_episode_of_a_single_env_ends_with_its_last_observation_and_the_reason(
     shared_address: str,
 ) -> None:
@@ -267,7 +284,8 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
 
 def test_private_attributes_of_one_env_can_be_set() -> None:
     for make in (gymnasium.make, envserve.make):
-        with contextlib.closing(make("CartPole-v1")) as env:
+        env: Any = make("CartPole-v1")
+        with contextlib.closing(env):
             env.reset()
             env._max_episode_steps = 1
             env.unwrapped._goal = 5
