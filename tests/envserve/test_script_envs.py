@@ -6,6 +6,8 @@ import argparse
 import contextlib
 import functools
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -501,6 +503,18 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
         assert envs.reset()[1]["number"].tolist() == [8, 8]
     with pytest.raises(EnvStartError, match=r"scale: .*'_thread.lock' object"):
         envserve.make_vec(Scaled, **{**options, "scale": threading.Lock()})
+
+
+def test_later_changes_of_arguments_do_not_affect_new_workers() -> None:
+    number = [1]
+    envs = envserve.make_vec(NUMBERED, num_workers=1, env_kwargs={"number": number})
+    with contextlib.closing(envs):
+        envs.reset()
+        number.append(2)
+        (pid,) = envs._batch.lanes[0].worker_pids  # type: ignore[attr-defined]
+        os.kill(pid, signal.SIGKILL)
+        envs.step([0])
+        assert envs.step([0])[4]["number"].tolist() == [[1]]
 
 
 def test_arguments_of_each_env_may_be_any_objects() -> None:
