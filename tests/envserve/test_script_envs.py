@@ -6,8 +6,7 @@ import argparse
 import contextlib
 import functools
 import logging
-import os
-import signal
+import math
 import subprocess
 import sys
 import threading
@@ -45,6 +44,7 @@ from envserve.wire.bodies import Attach
 from envserve.wrappers import register_wrapper
 from envserve.wrappers.registry import WRAPPERS
 from tests.envserve.conftest import Serve
+from tests.envserve.pool_driver import kill
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -507,14 +507,14 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
 
 def test_later_changes_of_arguments_do_not_affect_new_workers() -> None:
     number = [1]
-    envs = envserve.make_vec(NUMBERED, num_workers=1, env_kwargs={"number": number})
-    with contextlib.closing(envs):
-        envs.reset()
+    options: Any = {"env_kwargs": {"number": number}, "infos": "all"}
+    with BatchEnv.local(NUMBERED, 1, 1, padding_after=math.inf, **options) as batch:
+        batch.reset()
         number.append(2)
-        (pid,) = envs._batch.lanes[0].worker_pids  # type: ignore[attr-defined]
-        os.kill(pid, signal.SIGKILL)
-        envs.step([0])
-        assert envs.step([0])[4]["number"].tolist() == [[1]]
+        pool: Any = batch.lanes[0]
+        kill(pool.worker_pids[0])
+        batch.step([0])
+        assert batch.step([0]).infos[0]["number"] == [1]
 
 
 def test_arguments_of_each_env_may_be_any_objects() -> None:

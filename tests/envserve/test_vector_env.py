@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import tempfile
 import warnings
 from functools import partial
@@ -341,19 +340,6 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
     assert envs.get_attr("gravity") == (1.0, 2.0, 3.0)
     with pytest.raises(ValueError, match="expected 3 values; got 2"):
         envs.set_attr("gravity", [1.0, 2.0])
-
-
-def test_dead_workers_are_replaced_after_a_script_has_changed_the_spaces() -> None:
-    with contextlib.closing(make_vec("CartPole-v1", 2, num_workers=1)) as envs:
-        spaces: Any = envs.single_observation_space, envs.single_action_space
-        spaces[0].dtype, spaces[1].n = np.float16, 5
-        envs.reset()
-        (pid,) = envs._batch.lanes[0].worker_pids  # type: ignore[attr-defined]
-        os.kill(pid, signal.SIGKILL)
-        assert not envs.step([0, 0])[4]["valid"].any()
-        envs.step([0, 0])  # resets the new envs
-        observation, *_, infos = envs.step([0, 0])
-        assert (observation.dtype, infos) == (np.float32, {})
 
 
 def test_spaces_generators_and_specs_are_attributes(make_envs: MakeEnvs) -> None:
