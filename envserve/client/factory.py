@@ -304,7 +304,8 @@ def _checked_settings(
     # New workers need the same arguments, even if the caller changes them later.
     with contextlib.suppress(Exception):  # invalid values raise a clear error later
         settings["env_kwargs"] = copy.deepcopy(settings["env_kwargs"])
-    settings["wrappers"] = parse_wrappers(settings.get("wrappers", ()))
+    wrappers = parse_wrappers(settings.get("wrappers", ()))
+    settings["wrappers"] = copy.deepcopy(wrappers)
     settings.setdefault("seed", draw_root_seed())
     return settings
 

@@ -508,6 +508,7 @@ def test_arguments_of_an_env_may_be_any_objects() -> None:
 def test_later_changes_of_arguments_do_not_affect_new_workers() -> None:
     number = [1]
     options: Any = {"env_kwargs": {"number": number}, "infos": "all"}
+    options["wrappers"] = [{"name": "FrameHistory", "past_indices": number}]
     with BatchEnv.local(NUMBERED, 1, 1, padding_after=math.inf, **options) as batch:
         batch.reset()
         number.append(2)
