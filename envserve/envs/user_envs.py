@@ -14,6 +14,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from envserve.errors import EnvStartError, UnknownEnv
@@ -125,7 +126,7 @@ def name_and_imports(
 
     Raises:
       EnvStartError: A module starts envs while it is being imported.
-      TypeError: The env has the wrong type, or `import_modules` is a single string.
+      TypeError: The env or `import_modules` has the wrong type.
       UnknownEnv: The env is a file without the name of an env in it.
     """
     # Workers that import the module would start further workers, endlessly.
@@ -134,9 +135,11 @@ def name_and_imports(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
             f"that code below `if __name__ == '__main__':`"
         )
-    if isinstance(import_modules, str):
+    is_list = not isinstance(import_modules, str | ModuleType)
+    if not is_list or not all(isinstance(each, str) for each in import_modules):
         raise TypeError(
-            f"import_modules: expected a list of modules; got {import_modules!r}"
+            f"import_modules: expected the names of modules in a list; got "
+            f"{import_modules!r:.200}"
         )
     name = env_name_of(env)
     module = env if isinstance(env, str) else name

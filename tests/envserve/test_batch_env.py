@@ -232,6 +232,15 @@ def test_a_garbage_collected_batch_releases_its_envs(
         ({"num_envs": "3"}, "num_envs: expected an int; got '3'"),
         ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
         ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
+        ({"num_envs": 2, "padding_after": "x"}, "padding_after: expected .*got 'x'"),
+        (
+            {"num_envs": 2, "import_modules": [math]},
+            "expected the names of modules in a list; got",
+        ),
+        (
+            {"num_envs": 2, "import_modules": math},
+            "expected the names of modules in a list; got",
+        ),
         (
             {"num_envs": 2, "addresses": "tcp://a:1"},
             "expected a list of addresses",

@@ -148,7 +148,7 @@ def test_the_error_about_an_env_that_servers_cannot_import_states_a_remedy() -> 
     with pytest.raises(UnknownEnv, match=r"name an env in it: my_env\.py:MyEnv"):
         name_and_imports("my_env.py")
     with pytest.raises(
-        TypeError, match=r"import_modules: .* list of modules; got 'my'"
+        TypeError, match=r"import_modules: .* modules in a list; got 'my'"
     ):
         BatchEnv.local("CartPole-v1", 1, import_modules="my")
 
