@@ -142,9 +142,8 @@ def make_vec(
     mode = settings.get("observation_mode", "same")
     settings["observation_mode"] = parse_observation_mode(mode)
     fixed = {"autoreset": autoreset}
-    batch = make_batch(
-        env, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
-    )
+    all_options = {**settings, "actions": settings.get("actions") or "pass"}
+    batch = make_batch(env, fixed=fixed, expected=expected, **all_options)
     envs = VectorEnv(batch, copy=is_copied, observation_mode=mode)
     settings["copy"] = is_copied
     settings["num_envs"] = batch.num_envs
@@ -200,7 +199,7 @@ def make(
     addresses = None if address is None else [address]
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    all_options = {"actions": "pass", **settings}
+    all_options = {**settings, "actions": settings.get("actions") or "pass"}
     mode = settings["render_mode"]
     if is_collected := str(mode).endswith("_list"):
         all_options["render_mode"] = mode.removesuffix("_list")
@@ -369,7 +368,9 @@ def make_batch(
         raise TypeError(f"{name}: expected {expected}; got {name}={options[name]!r}")
     settings: dict[str, Any] = {"infos": "all", "nonfinite": "pass"}
     settings |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
-    settings |= {**options, **fixed}
+    # None means the default, except that it disables crash files.
+    settings |= {k: v for k, v in options.items() if v is not None or k == "crash_dir"}
+    settings |= fixed
     if render_mode is not None:
         _add_kwargs(settings, {"render_mode": render_mode})
     if addresses is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -84,6 +85,22 @@ def test_options_that_an_adapter_sets_cannot_be_overridden(name: str) -> None:
     given: dict[str, Any] = {name: 1}
     with pytest.raises(TypeError, match=rf"{name}: expected no value, .*{name}=1"):
         make_batch("CartPole-v1", 2, None, fixed, **given)
+
+
+def test_none_means_the_default_of_an_option() -> None:
+    given: dict[str, Any] = dict.fromkeys(["infos", "nonfinite", "padding_after"])
+    with make_batch("CartPole-v1", 1, None, {}, **given) as batch:
+        pool: Any = batch.lanes[0]
+        assert (pool.config.infos, pool.config.nonfinite) == ("all", "pass")
+    given["actions"] = None
+    with contextlib.closing(make("Pendulum-v1", **given)) as env:
+        env.reset()
+        with warnings.catch_warnings(action="ignore"):
+            env.step([5.0])  # is passed to the env
+    with contextlib.closing(make_vec("Pendulum-v1", **given)) as envs:
+        envs.reset()
+        with warnings.catch_warnings(action="ignore"):
+            envs.step([[5.0]])
 
 
 def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
