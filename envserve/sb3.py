@@ -22,7 +22,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
-from envserve.client.vector_env import metadata_of
+from envserve.client.vector_env import attribute_of, metadata_of
 from envserve.errors import CallError, EnvError
 from envserve.slab import Array
 from envserve.text import install_command
@@ -125,7 +125,8 @@ class BatchVecEnv(VecEnv):
           info_keywords: Keys to add to the last info of each episode that a fault ends.
         """
         self.batch = batch
-        spec = gymnasium.registry.get(batch.spec.env_name)
+        registered = gymnasium.registry.get(batch.spec.env_name)
+        spec = attribute_of(batch, "spec") or registered
         names = ("observation_space", "action_space")
         #: Attributes that `get_attr` returns without querying the envs.
         self._local_attributes = {"spec": spec, **{n: getattr(batch, n) for n in names}}

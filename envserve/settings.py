@@ -404,9 +404,11 @@ class HostSettings(WorkerSettings):
             vars(self)["binds"] = tuple(map(complete_bind, self.binds))
         except ValueError as error:
             raise ValueError(f"binds: {error}") from None
-        # `expanduser` returns the path unchanged if there is no such user.
+        # `expanduser` returns the path unchanged if there is no such user, and ignores
+        # the part of a name that follows a slash.
         home = os.path.expanduser(f"~{self.worker_user}")
-        if self.worker_user and (home.startswith("~") or os.geteuid() != 0):
+        is_unknown = home.startswith("~") or "/" in self.worker_user
+        if self.worker_user and (is_unknown or os.geteuid() != 0):
             raise ValueError(
                 f"worker_user: expected a user of this host, and a server started by "
                 f"root; got {self.worker_user!r} and uid {os.geteuid()}"

@@ -16,6 +16,7 @@ import numpy as np
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
+from envserve.client.vector_env import attribute_of
 from envserve.errors import EnvError
 from envserve.spaces.leaves import Array, unbatch
 from envserve.text import install_command
@@ -29,9 +30,14 @@ __all__ = ["BatchVectorEnv", "make_vector_env"]
 
 
 def make_vector_env(
-    env: Any, num_envs: int, addresses: Sequence[str] | None = None, **options: Any
+    env: Any,
+    num_envs: int | None = None,
+    addresses: Sequence[str] | None = None,
+    **options: Any,
 ) -> BatchVectorEnv:
     """Make a vector env for Tianshou; see `envserve.make_vec` for the arguments."""
+    if num_envs is None:
+        num_envs = len(env) if isinstance(env, list | tuple) else 1
     forced = {"autoreset": "disabled", "num_splits": num_envs}
     return BatchVectorEnv(make_batch(env, num_envs, addresses, forced, **options))
 
@@ -48,6 +54,8 @@ class BatchVectorEnv(BaseVectorEnv):
         batch.reset_call = "reset(env_id=...)"
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
+        registered = gymnasium.registry.get(batch.spec.env_name)
+        self._spec = attribute_of(batch, "spec") or registered
         self._last_observations: list[Any] = [None] * self.env_num
         #: Collectors draw random actions from the space of each env.
         self._action_spaces = [
@@ -61,7 +69,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """
         rows = self._wrap_id(id)
         if key == "spec":
-            return [gymnasium.registry.get(self.batch.spec.env_name)] * len(rows)
+            return [self._spec] * len(rows)
         if key == "action_space":
             return [self._action_spaces[row] for row in rows]
         if key == "observation_space":

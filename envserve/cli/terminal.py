@@ -147,13 +147,16 @@ def keyboard() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for key presses, and returns the typed characters.
 
     Its argument is the maximum number of seconds to wait. If stdin is not a terminal,
-    the function waits for the whole time and returns an empty string. Within the
-    context, SIGTERM raises KeyboardInterrupt, so that the terminal is restored.
+    or this process runs in its background, the function waits for the whole time and
+    returns an empty string. Within the context, SIGTERM raises KeyboardInterrupt, so
+    that the terminal is restored.
     """
     import termios
     import tty
 
-    keyboards = [sys.stdin] if sys.stdin.isatty() else []
+    # Changing the settings of a terminal would stop a process in its background.
+    has_keyboard = sys.stdin.isatty() and not _is_in_background(sys.stdin)
+    keyboards = [sys.stdin] if has_keyboard else []
 
     def wait(seconds: float) -> str:
         ready, _, _ = select.select(keyboards, [], [], seconds)
@@ -169,3 +172,11 @@ def keyboard() -> Iterator[Callable[[float], str]]:
         for stream, settings in zip(keyboards, saved, strict=True):
             termios.tcsetattr(stream, termios.TCSADRAIN, settings)
         signal.signal(signal.SIGTERM, old_handler)
+
+
+def _is_in_background(terminal: TextIO) -> bool:
+    """Return whether a shell has started this process in the background, with `&`."""
+    try:
+        return os.tcgetpgrp(terminal.fileno()) != os.getpgrp()
+    except OSError:  # this terminal does not control the process
+        return False

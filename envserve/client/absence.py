@@ -12,6 +12,7 @@ episodes of the other rows have ended.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Set
+from numbers import Real
 
 import numpy as np
 
@@ -43,10 +44,11 @@ class Absence:
     def __init__(
         self, blocks: Iterable[BatchBlock], padding_after_seconds: float
     ) -> None:
-        if not padding_after_seconds >= 0:
+        is_number = isinstance(padding_after_seconds, Real)
+        if not (is_number and padding_after_seconds >= 0):
             raise ValueError(
                 "padding_after: expected at least 0 seconds; "
-                f"got {padding_after_seconds}"
+                f"got {padding_after_seconds!r:.200}"
             )
         self.late_steps: set[int] = set()
         self.awaited_late_steps: set[int] = set()

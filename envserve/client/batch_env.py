@@ -19,7 +19,6 @@ from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar, 
 
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
-from gymnasium.spaces import Space
 
 from envserve.client import factory
 from envserve.client.attribute_access import AttributeAccess
@@ -55,7 +54,7 @@ from envserve.settings import (
 )
 from envserve.slab import OK
 from envserve.spaces.action_checks import check_actions
-from envserve.spaces.env_spec import EnvSpec
+from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.info_columns import RowInfos
 from envserve.spaces.leaves import Array, unflatten
 from envserve.spaces.variable_length import decode_observation
@@ -149,8 +148,9 @@ class BatchEnv:
         """
         self.lanes = tuple(lanes)
         self.spec = _common_spec(self.lanes, observation_mode)
-        self.observation_space: Space[Any] = self.spec.observation_space
-        self.action_space: Space[Any] = self.spec.action_space
+        # Copies, because scripts may change spaces: CleanRL's SAC sets a dtype.
+        self.observation_space = restore(describe(self.spec.observation_space))
+        self.action_space = restore(describe(self.spec.action_space))
         self._group = LaneGroup(self.lanes, padding_after)
         self._row_sets = RowSetCache(self._group.blocks)
         self.num_envs = len(self._row_sets.all_rows)

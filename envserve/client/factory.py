@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -281,7 +282,11 @@ def _checked_settings(
         for name, value in options.items()
         if value is not None or name == "crash_dir"
     }
-    settings["wrappers"] = parse_wrappers(settings.get("wrappers", ()))
+    # New workers need the same arguments, even if the caller changes them later.
+    with contextlib.suppress(Exception):  # invalid values raise a clear error later
+        settings["env_kwargs"] = copy.deepcopy(settings["env_kwargs"])
+    wrappers = parse_wrappers(settings.get("wrappers", ()))
+    settings["wrappers"] = copy.deepcopy(wrappers)
     settings.setdefault("seed", draw_root_seed())
     return settings
 

@@ -118,7 +118,8 @@ def make_vec(
       TypeError: An option is unknown.
       ValueError: An option is out of bounds.
     """
-    if isinstance(addresses, VectorizeMode) or addresses in ("sync", "async"):
+    modes = [mode.value for mode in VectorizeMode]
+    if isinstance(addresses, VectorizeMode) or addresses in modes:
         # In `gymnasium.make_vec`, the third argument is the vectorization mode.
         addresses, vectorization_mode = None, addresses
     settings: dict[str, Any] = {
@@ -141,9 +142,8 @@ def make_vec(
     mode = settings.get("observation_mode", "same")
     settings["observation_mode"] = parse_observation_mode(mode)
     fixed = {"autoreset": autoreset}
-    batch = make_batch(
-        env, fixed=fixed, expected=expected, **{"actions": "pass", **settings}
-    )
+    all_options = {**settings, "actions": settings.get("actions") or "pass"}
+    batch = make_batch(env, fixed=fixed, expected=expected, **all_options)
     envs = VectorEnv(batch, copy=is_copied, observation_mode=mode)
     settings["copy"] = is_copied
     settings["num_envs"] = batch.num_envs
@@ -181,6 +181,8 @@ def make(
     Raises:
       EnvserveError: See `make_vec`.
     """
+    if isinstance(address, int):  # the second argument of `gymnasium.make`
+        address, max_episode_steps = None, address
     settings: dict[str, Any] = {
         **options,
         "address": address,
@@ -197,7 +199,10 @@ def make(
     addresses = None if address is None else [address]
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}
-    all_options = {"actions": "pass", **settings}
+    all_options = {**settings, "actions": settings.get("actions") or "pass"}
+    mode = settings["render_mode"]
+    if is_collected := str(mode).endswith("_list"):
+        all_options["render_mode"] = mode.removesuffix("_list")
     batch = make_batch(env, 1, addresses, fixed, expected, **all_options)
     result = Env(batch)
     name = batch.spec.env_name if isinstance(env, str) else env
@@ -210,6 +215,10 @@ def make(
     limit = env_kwargs.get("max_episode_steps")
     if result.spec is not None and limit is not None:
         result.spec.max_episode_steps = limit if limit > 0 else None
+    if is_collected:
+        # If the worker collected the frames, they would not fit into one message.
+        collection: Any = gymnasium.wrappers.RenderCollection(result)
+        result = collection
     return result
 
 
@@ -343,7 +352,9 @@ def make_batch(
         raise TypeError(f"{name}: expected {expected}; got {name}={options[name]!r}")
     settings: dict[str, Any] = {"infos": "all", "nonfinite": "pass"}
     settings |= {"padding_after": math.inf, "seeded": options.get("seed") is not None}
-    settings |= {**options, **fixed}
+    # None means the default, except that it disables crash files.
+    settings |= {k: v for k, v in options.items() if v is not None or k == "crash_dir"}
+    settings |= fixed
     if render_mode is not None:
         _add_kwargs(settings, {"render_mode": render_mode})
     if addresses is None:

@@ -13,7 +13,11 @@ from envserve.errors import CallError
 from envserve.spaces.leaves import unbatch
 
 #: Attributes that this class has itself; all others are forwarded to the env.
-_OWN_ATTRIBUTES: Final = {*dir(gymnasium.Env), *gymnasium.Env.__annotations__}
+_OWN_ATTRIBUTES: Final = {
+    *dir(gymnasium.Env),
+    *gymnasium.Env.__annotations__,
+    *("_batch", "_observation"),
+}
 
 
 class Env(gymnasium.Env[Any, Any]):
@@ -84,11 +88,21 @@ class Env(gymnasium.Env[Any, Any]):
     # or on the server.
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Return whether `get_wrapper_attr` can return an attribute."""
+        """Return whether the env or one of its wrappers has an attribute.
+
+        On a server that does not expose the attribute, return False, unless the server
+        exposes `has_wrapper_attr`.
+        """
         try:
             self.get_wrapper_attr(name)
-        except AttributeError:
-            return False
+        except AttributeError as error:
+            if getattr(error.__cause__, "remote_traceback", True):
+                return False
+            # The env may have an attribute whose value cannot be sent.
+            try:
+                return bool(self._batch.call(0, "has_wrapper_attr", name))
+            except CallError:
+                return False
         return True
 
     def get_wrapper_attr(self, name: str) -> Any:
@@ -129,13 +143,13 @@ class Env(gymnasium.Env[Any, Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the env has."""
-        if name in _OWN_ATTRIBUTES or name.startswith("_"):
+        if name in _OWN_ATTRIBUTES or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return self.get_wrapper_attr(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of this object, or one that only the env has."""
-        if name in _OWN_ATTRIBUTES or name.startswith("_"):
+        if name in _OWN_ATTRIBUTES or name.startswith("__"):
             super().__setattr__(name, value)
         else:
             self.set_wrapper_attr(name, value)

@@ -120,6 +120,8 @@ class SupervisedWorker:
       num_unanswered: Number of operations that were sent to the process but not
         answered yet.
       has_stepped: Whether the process has completed a step; set by the pool.
+      was_slow_to_close: Whether the process was killed because `close` of its envs took
+        too long.
       was_replaced: Whether `replace` has ended the last process. If so, the env that
         was running then is not at fault.
     """
@@ -148,7 +150,7 @@ class SupervisedWorker:
         self.exit: Exit | None = None
         self.is_ending = False
         self.num_unanswered = 0
-        self.has_stepped = self.was_replaced = False
+        self.has_stepped = self.was_replaced = self.was_slow_to_close = False
         self._num_workers = num_workers
         self._config = config
         self._launcher = launcher
@@ -309,6 +311,8 @@ class SupervisedWorker:
         if self.process is None:
             return events
         if now >= self._close_deadline:
+            is_closing = self.state is WorkerState.CLOSING and not self.num_unanswered
+            self.was_slow_to_close |= is_closing
             self.kill("did not exit when it was asked to", now)
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds

@@ -229,6 +229,14 @@ class WorkerSet:
                 key.data.read(now)
             for _ in self.watch(now):
                 pass
+        if slow := [worker.label for worker in self.all if worker.was_slow_to_close]:
+            more = f" and {len(slow) - 1} more" if slow[1:] else ""
+            _LOGGER.warning(
+                "%s%s: killed, because close() of the envs took too long; data that "
+                "the envs save in close() may be incomplete",
+                slow[0],
+                more,
+            )
         for worker in self.all:
             if worker.process is not None:
                 if worker.process.pid is None:

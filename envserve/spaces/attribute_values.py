@@ -1,11 +1,13 @@
 """Convert attributes that are not plain: spaces, random generators, specs, methods.
 
 Such a value is sent in a plain form. From this form, a client creates only objects of
-known classes. The spec of an env is looked up by its name.
+known classes. The spec of an env is looked up by its name, and gets the time limit of
+the env.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping
@@ -40,7 +42,8 @@ def to_plain(value: Any) -> Any:
         state = json.dumps(value.bit_generator.state, default=np.ndarray.tolist)
         return {_KIND: "generator", "state": state}
     if isinstance(value, EnvSpec):
-        return {_KIND: "spec", "id": value.id}
+        limit = value.max_episode_steps
+        return {_KIND: "spec", "id": value.id, "max_episode_steps": limit}
     return {_KIND: "method"} if inspect.isroutine(value) else value
 
 
@@ -59,12 +62,22 @@ def from_plain(value: Any) -> Any:
         if value[_KIND] == "method":
             return METHOD
         if value[_KIND] == "spec":
-            return gymnasium.registry.get(value["id"])
+            return _spec_of(value)
         if value[_KIND] == "generator":
             return _generator_of(value["state"])
         return restore(value["space"])
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CodecError(f"not a valid attribute: {error!s:.200}") from None
+
+
+def _spec_of(value: Mapping[str, Any]) -> EnvSpec | None:
+    spec = copy.copy(gymnasium.registry.get(value["id"]))
+    if spec is not None and "max_episode_steps" in value:  # older servers omit it
+        limit = value["max_episode_steps"]
+        if type(limit) not in (int, type(None)):
+            raise TypeError(f"expected an int or None; got {limit!r:.99}")
+        spec.max_episode_steps = limit
+    return spec
 
 
 def _generator_of(text: str) -> np.random.Generator:

@@ -35,6 +35,8 @@ from envserve.spaces.leaves import (
 _MAX_VALUE_BYTES: Final = 1 << 30
 #: Bytes charged to the budget for each space in a description, in addition to arrays.
 _SPACE_BYTES: Final = 1 << 18
+#: Maximum size in bytes of uniform bounds that are copied; `_SPACE_BYTES` covers them.
+_MAX_COPY_BYTES: Final = 1 << 16
 #: Number of copies of non-uniform bounds that Gymnasium holds while it builds a space.
 _BOUNDS_COPIES: Final = 16
 _MAX_TEXT_LENGTH: Final = 500
@@ -124,33 +126,42 @@ def _layout(space: Space[Any]) -> list[Any]:
 
 def spaces_equal(left: Space[Any], right: Space[Any]) -> bool:
     """Return whether two spaces have the same kinds, bounds, shapes and dtypes."""
-    return codec.encode(describe(left)) == codec.encode(describe(right))
+    both = (describe(space, has_optional=False) for space in (left, right))
+    return len({codec.encode(description) for description in both}) == 1
 
 
-def describe(space: Space[Any]) -> dict[str, Any]:
+def describe(space: Space[Any], *, has_optional: bool = True) -> dict[str, Any]:
     """Return a plain description of a space, for `codec.encode` and `restore`.
+
+    Args:
+      space: The space.
+      has_optional: Whether to include fields that servers of older releases omit.
 
     Raises:
       SpaceError: The space is not supported.
     """
     leaves_of(space)  # raises SpaceError for unsupported spaces
-    return _describe(space)
+    return _describe(space, has_optional)
 
 
-def _describe(space: Any) -> dict[str, Any]:
+def _describe(space: Any, has_optional: bool) -> dict[str, Any]:
     kind = kind_of(space)
     if kind == "dict":
-        pairs = [[key, _describe(child)] for key, child in space.spaces.items()]
+        items = space.spaces.items()
+        pairs = [[key, _describe(child, has_optional)] for key, child in items]
         return {"kind": kind, "spaces": pairs}
     if kind in _FIXED_SHAPE_SPACES:
         dtype = codec.dtype_code(np.dtype(space.dtype))
         names = _FIXED_SHAPE_SPACES[kind][0]
-        return {
+        description = {
             "kind": kind,
             "dtype": dtype,
             **{name: _compact(getattr(space, name)) for name in names},
         }
-    children = [_describe(child) for child in children_of(space, kind)]
+        if kind == "multi_binary" and has_optional:
+            description["n"] = _compact(space.n)
+        return description
+    children = [_describe(child, has_optional) for child in children_of(space, kind)]
     if kind == "tuple":
         return {"kind": kind, "spaces": children}
     (leaf,) = leaves_of(space)
@@ -244,7 +255,8 @@ def _restore(
     if kind in _FIXED_SHAPE_SPACES:
         names, build = _FIXED_SHAPE_SPACES[kind]
         dtype = codec.dtype_from_code(description["dtype"])
-        return build(budget, dtype, *(description[name] for name in names))
+        optional = {"n": description.get("n")} if kind == "multi_binary" else {}
+        return build(budget, dtype, *(description[name] for name in names), **optional)
     if kind != "tuple" and kind not in _ENCODED_SPACES:
         kind_text = (
             repr(kind[:_MAX_TEXT_LENGTH])
@@ -304,7 +316,9 @@ def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Spa
     low, high = (np.array(bound["fill"], dtype).reshape(()) for bound in (low, high))
     box = spaces.Box(low, high, dtype=dtype.type)
     for name in ("low", "high", "bounded_below", "bounded_above"):
-        vars(box)[name] = np.broadcast_to(vars(box)[name], shape)
+        bound = np.broadcast_to(vars(box)[name], shape)
+        # In a view, users could not change the bounds, and PyTorch would warn about it.
+        vars(box)[name] = bound if bound.nbytes > _MAX_COPY_BYTES else bound.copy()
     box._shape = shape
     return box
 
@@ -314,12 +328,13 @@ def _discrete(_: _SpaceBudget, dtype: np.dtype[Any], n: int, start: int) -> Spac
 
 
 def _multi_binary(
-    budget: _SpaceBudget, _: np.dtype[Any], shape: list[int]
+    budget: _SpaceBudget, _: np.dtype[Any], shape: list[int], n: Any
 ) -> Space[Any]:
     budget.charge(shape, 1, budget.num_bounds_copies)
     sizes = tuple(int(size) for size in shape)
     # Gymnasium treats MultiBinary(7) and MultiBinary((7,)) as different spaces.
-    return spaces.MultiBinary(sizes[0] if len(sizes) == 1 else sizes)
+    is_number = len(sizes) == 1 and not isinstance(n, list)
+    return spaces.MultiBinary(sizes[0] if is_number else sizes)
 
 
 def _multi_discrete(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import gymnasium
@@ -37,7 +38,12 @@ def test_a_space_is_equal() -> None:
 
 
 def test_specs_and_methods_are_named() -> None:
-    assert sent(gymnasium.spec("CartPole-v1")) == gymnasium.spec("CartPole-v1")
+    spec = gymnasium.spec("CartPole-v1")
+    assert sent(spec) == spec
+    limited = sent(dataclasses.replace(spec, max_episode_steps=7))
+    assert (limited.max_episode_steps, spec.max_episode_steps) == (7, 500)
+    old_server = {"envserve.kind": "spec", "id": "CartPole-v1"}
+    assert from_plain(old_server) == spec
     assert sent(gymnasium.envs.registration.EnvSpec("No-v0", "os:system")) is None
     assert sent(print) is METHOD
     assert sent({"a": [1]}) == {"a": [1]}
@@ -52,6 +58,7 @@ SPACE = to_plain(spaces.Discrete(2))
         {},
         {"envserve.kind": "space"},
         {"envserve.kind": "spec", "id": [1]},
+        {"envserve.kind": "spec", "id": "CartPole-v1", "max_episode_steps": "a"},
         {**SPACE, "space": {"kind": "box"}},
         {"envserve.kind": "generator", "state": 5},
         {"envserve.kind": "generator", "state": "[" * 100_000},
@@ -63,7 +70,7 @@ SPACE = to_plain(spaces.Discrete(2))
             '"state": {"state": -1, "inc": "a"}}',
         },
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_invalid_descriptions_are_errors(value: dict[str, Any]) -> None:
     with pytest.raises(CodecError, match=r"^not a valid attribute: "):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from envserve.settings import PoolSettings
 from tests.oracle.probe_envs import MODULE
 
 from .conftest import StartServer, WaitUntil, servers_in
+from .pool_driver import kill
 from .server_process import make_config
 from .stalls import fastest
 
@@ -230,6 +232,9 @@ def test_a_garbage_collected_batch_releases_its_envs(
         ({"num_envs": "3"}, "num_envs: expected an int; got '3'"),
         ({"num_envs": 2, "seed": "x"}, "seed: expected an int; got 'x'"),
         ({"num_envs": 2, "num_workers": 0}, "num_workers: expected an int >= 1; got 0"),
+        ({"num_envs": 2, "padding_after": "x"}, "padding_after: expected .*got 'x'"),
+        ({"num_envs": 2, "import_modules": [math]}, "expected a list of modules and"),
+        ({"num_envs": 2, "import_modules": math}, "expected a list of modules and"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "one env per server"),
         ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "one env per server"),
@@ -241,6 +246,19 @@ def test_error_messages_name_arguments_of_a_wrong_type_or_size(
     make = BatchEnv.connect if "addresses" in arguments else BatchEnv.local
     with pytest.raises((TypeError, ValueError), match=message):
         make("CartPole-v1", **arguments)
+
+
+def test_workers_are_replaced_after_a_script_has_changed_the_spaces() -> None:
+    with BatchEnv.local("CartPole-v1", 2, 1, padding_after=math.inf) as batch:
+        spaces: Any = batch.observation_space, batch.action_space
+        spaces[0].dtype, spaces[1].n = np.float16, 5
+        batch.reset()
+        pool: Any = batch.lanes[0]
+        kill(pool.worker_pids[0])
+        assert not batch.step([0, 0]).valid.any()
+        result = batch.step([0, 0])
+        assert result.valid.all()
+        assert result.observation.dtype == np.float32
 
 
 def test_rows_are_spread_evenly_over_servers(addresses: list[str]) -> None:

@@ -763,3 +763,25 @@ def test_the_terminal_is_restored_after_sigterm(
             wait_for_sigterm()
         assert termios.tcgetattr(stdin) == settings
     assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_a_command_in_the_background_is_not_stopped() -> None:
+    code = """if True:
+        import os, pty, signal
+        from envserve.cli.terminal import keyboard
+
+        session, _ = pty.fork()  # the child leads a session with its own terminal
+        if session:
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(session, 0)[1]))
+        background = os.fork()
+        if not background:
+            os.setpgid(0, 0)  # as a shell does for `command &`
+            with keyboard() as wait_for_keys:
+                os._exit(wait_for_keys(0.0) != "")
+        _, status = os.waitpid(background, os.WUNTRACED)
+        is_stopped = os.WIFSTOPPED(status)
+        if is_stopped:
+            os.kill(background, signal.SIGKILL)
+        os._exit(is_stopped or os.waitstatus_to_exitcode(status))
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -269,7 +269,9 @@ def test_workers_run_as_another_user(
     assert "workers run as nobody: envs cannot read" in server.log
 
 
-@pytest.mark.parametrize(("user", "uid"), [("no-such-user", 0), ("nobody", 1)])
+@pytest.mark.parametrize(
+    ("user", "uid"), [("no-such-user", 0), ("root/x", 0), ("nobody", 1)]
+)
 def test_unusable_worker_user_is_rejected(
     monkeypatch: pytest.MonkeyPatch, user: str, uid: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,22 @@ def test_options_that_an_adapter_sets_cannot_be_overridden(name: str) -> None:
         make_batch("CartPole-v1", 2, None, fixed, **given)
 
 
+def test_none_means_the_default_of_an_option() -> None:
+    given: dict[str, Any] = dict.fromkeys(["infos", "nonfinite", "padding_after"])
+    with make_batch("CartPole-v1", 1, None, {}, **given) as batch:
+        pool: Any = batch.lanes[0]
+        assert (pool.config.infos, pool.config.nonfinite) == ("all", "pass")
+    given["actions"] = None
+    with contextlib.closing(make("Pendulum-v1", **given)) as env:
+        env.reset()
+        with warnings.catch_warnings(action="ignore"):
+            env.step([5.0])  # is passed to the env
+    with contextlib.closing(make_vec("Pendulum-v1", **given)) as envs:
+        envs.reset()
+        with warnings.catch_warnings(action="ignore"):
+            envs.step([[5.0]])
+
+
 def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
     given: dict[str, Any] = {
         "id": "CartPole-v1",
@@ -99,6 +116,14 @@ def test_the_arguments_of_gymnasium_make_vec_are_accepted() -> None:
     with pytest.warns(UserWarning, match="'sync' has no effect"):
         one: Any = make_vec("CartPole-v1", 2, "sync")
     one.close()
+    with contextlib.closing(
+        make_vec("CartPole-v1", 2, "vector_entry_point", num_workers=1)
+    ) as vectorized:
+        assert vectorized.call("num_envs") == (2, 2)
+    limit: Any = 1  # the second argument of `gymnasium.make` is `max_episode_steps`
+    with contextlib.closing(make("CartPole-v1", limit)) as env:
+        env.reset()
+        assert env.step(0)[3]
 
 
 @pytest.mark.parametrize("name", ["same_step", "SameStep", AutoresetMode.SAME_STEP])

@@ -216,6 +216,16 @@ def test_closing_takes_two_seconds_at_most_if_an_env_hangs(
     assert fastest(attempt, 2.0) < 2.0
 
 
+def test_a_worker_that_is_killed_while_it_closes_its_envs_is_logged(
+    make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_pool(FAULTY, 2, 2, env_kwargs={"fault": "hang_in_close"}).close()
+    text = r"^worker 0 \(env 0\) and 1 more: killed, because close\(\) of the envs took"
+    assert [re.match(text, message) is not None for message in caplog.messages] == [
+        True
+    ]
+
+
 def test_the_deadline_of_closing_can_only_be_shortened(make_pool: PoolMaker) -> None:
     pool = make_pool(FAULTY, 1, 1, env_kwargs={"fault": "hang_in_close"})
     pool.begin_close(3600.0)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import logging
+import math
 import subprocess
 import sys
 import threading
@@ -45,6 +46,7 @@ from envserve.wire.bodies import Attach
 from envserve.wrappers import register_wrapper
 from envserve.wrappers.registry import WRAPPERS
 from tests.envserve.conftest import Serve
+from tests.envserve.pool_driver import kill
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -592,6 +594,19 @@ def test_arguments_that_cannot_be_copied_are_shared() -> None:
         envserve.make_vec(Computing, 2, num_workers=1, **options)
     ) as envs:
         assert envs.reset()[1]["number"].tolist() == [3, 3]
+
+
+def test_later_changes_of_arguments_do_not_affect_new_workers() -> None:
+    number = [1]
+    options: Any = {"env_kwargs": {"number": number}, "infos": "all"}
+    options["wrappers"] = [{"name": "FrameHistory", "past_indices": number}]
+    with BatchEnv.local(NUMBERED, 1, 1, padding_after=math.inf, **options) as batch:
+        batch.reset()
+        number.append(2)
+        pool: Any = batch.lanes[0]
+        kill(pool.worker_pids[0])
+        batch.step([0])
+        assert batch.step([0]).infos[0]["number"] == [1]
 
 
 def test_arguments_of_each_env_may_be_any_objects() -> None:

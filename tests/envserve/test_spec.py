@@ -36,6 +36,7 @@ MORE_SPACES: dict[str, Space] = {
     "empty_box": spaces.Box(0.0, 1.0, (0, 3), np.float32),
     "int8_discrete": spaces.Discrete(3, start=125, dtype=np.int8),
     "multi_binary_flat": spaces.MultiBinary(7),
+    "multi_binary_list": spaces.MultiBinary([7]),
     "multi_discrete_start": spaces.MultiDiscrete([3, 4], start=[-1, 10]),
     "multi_discrete_grid_start": spaces.MultiDiscrete(
         np.array([[3, 4], [5, 6]]), start=np.array([[0, 1], [2, 3]])
@@ -79,6 +80,13 @@ def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
     assert layout(again) == layout(space)
 
 
+def test_servers_of_older_releases_describe_the_same_spaces() -> None:
+    space = spaces.Dict(a=spaces.MultiBinary([7]), b=spaces.MultiBinary(7))
+    older = restore(describe(space, has_optional=False))
+    assert older != space
+    assert spaces_equal(older, space)
+
+
 def test_dict_keys_keep_their_order() -> None:
     again = encode_and_restore(MORE_SPACES["dict_out_of_order"])
     assert isinstance(again, spaces.Dict)
@@ -89,6 +97,15 @@ def test_dict_keys_keep_their_order() -> None:
 def test_uniform_image_bounds_are_sent_as_two_numbers() -> None:
     image = spaces.Box(0, 255, (210, 160, 3), np.uint8)
     assert len(codec.encode(describe(image))) < 100
+
+
+def test_users_can_change_small_bounds() -> None:
+    box = encode_and_restore(spaces.Box(-1, 1, (6,), np.float32))
+    assert isinstance(box, spaces.Box)
+    box.low[0], box.high[1:] = -2, 3
+    assert box == spaces.Box(
+        np.array([-2, *[-1] * 5], np.float32), np.array([1, *[3] * 5], np.float32)
+    )
 
 
 @pytest.mark.parametrize("name", ALL_SPACES)

@@ -218,6 +218,23 @@ def test_one_env_passes_the_checks_of_gymnasium(shared_address: str) -> None:
         check_env(env)
 
 
+def test_one_env_returns_all_frames_of_an_episode(shared_address: str) -> None:
+    address = shared_address or None
+    env: Any = envserve.make("CartPole-v1", address, render_mode="rgb_array_list")
+    with contextlib.closing(env):
+        env.reset(seed=1)
+        for _ in range(50):
+            env.step(0)
+        frames = env.render()
+        assert len(frames) == 51
+        assert sum(frame.nbytes for frame in frames) > 32 << 20  # the limit of a call
+        assert not np.array_equal(frames[0], frames[-1])
+        assert env.render() == []
+        again = gymnasium.make(env.spec)
+        assert again.render_mode == env.render_mode == "rgb_array_list"
+        again.close()
+
+
 def test_a_lost_episode_of_a_single_env_ends_with_its_last_observation_and_the_reason(
     shared_address: str,
 ) -> None:
@@ -252,6 +269,7 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
             assert env.has_wrapper_attr("gravity")
             assert not env.has_wrapper_attr("nothing")
             assert not env.set_wrapper_attr("nothing", 1.0, force=False)
+            assert env.has_wrapper_attr("env")  # its value cannot be sent
             env.unwrapped.gravity = 3.0  # type: ignore[attr-defined]
         assert ours.step(1)[0].tolist() == theirs.step(1)[0].tolist()
         assert ours.get_wrapper_attr("gravity") == 3.0
@@ -262,6 +280,18 @@ def test_wrapper_attributes_of_one_env_are_those_in_the_worker() -> None:
             _ = ours.nothing
         assert ours.get_wrapper_attr("set_wrapper_attr")
         assert ours.action_space == theirs.action_space
+
+
+def test_private_attributes_of_one_env_can_be_set() -> None:
+    for make in (gymnasium.make, envserve.make):
+        env: Any = make("CartPole-v1")
+        with contextlib.closing(env):
+            env.reset()
+            env._max_episode_steps = 1
+            env.unwrapped._goal = 5
+            assert env.step(0)[3]  # truncated
+            assert env.unwrapped._goal == env.get_wrapper_attr("_goal") == 5
+            assert not hasattr(env, "_nothing")
 
 
 def test_servers_expose_the_attributes_of_one_env_by_name(

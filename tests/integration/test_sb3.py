@@ -201,6 +201,7 @@ def test_arguments_of_subproc_vec_env_are_accepted() -> None:
     functions = [lambda: gymnasium.make("CartPole-v1")] * 2
     envs = make_vec_env(functions, start_method="spawn")
     assert envs.reset().shape == (2, 4)
+    assert envs.get_attr("spec")[1] == gymnasium.spec("CartPole-v1")
     envs.close()
     with pytest.raises(ValueError, match="cannot find context for 'illegal_method'"):
         make_vec_env(functions, start_method="illegal_method")

@@ -152,6 +152,13 @@ def test_the_error_about_an_ended_episode_names_the_call_that_resets_it() -> Non
     envs.close()
 
 
+def test_a_list_of_functions_determines_the_number_and_the_spec_of_the_envs() -> None:
+    envs = make_vector_env([lambda: gymnasium.make("CartPole-v1")] * 2)
+    assert len(envs) == 2
+    assert envs.spec[1] == gymnasium.spec("CartPole-v1")
+    envs.close()
+
+
 def test_the_number_of_splits_cannot_be_set() -> None:
     with pytest.raises(TypeError, match="num_splits: expected no value, because"):
         make_vector_env("CartPole-v1", 2, num_splits=1)
