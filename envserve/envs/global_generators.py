@@ -30,8 +30,11 @@ from envserve.envs import registry, user_envs
 _MAX_ELEMENTS: Final = 2000
 #: Maximum number of objects to search.
 _MAX_OBJECTS: Final = 20_000
-#: Types whose objects refer to no generator, and do not count as elements or objects.
-_PLAIN: Final = frozenset({type(None), bool, int, float, complex, str, bytes, CodeType})
+#: Ids of types whose objects refer to no generator, and do not count as elements or
+#: objects. This is no set of types, because classes of users may be unhashable.
+_PLAIN_IDS: Final = frozenset(
+    map(id, (type(None), bool, int, float, complex, str, bytes, CodeType))
+)
 _NUMPY: Final = (
     np.random.Generator,
     np.random.BitGenerator,
@@ -113,7 +116,8 @@ def _referents(
             or (is_standard and not issubclass(kind, ModuleType))
             or issubclass(kind, gymnasium.Space)
         ):
-            parts = [p for p in gc.get_referents(value) if type(p) not in _PLAIN]
+            parts = gc.get_referents(value)
+            parts = [part for part in parts if id(type(part)) not in _PLAIN_IDS]
             queue += parts if len(parts) <= _MAX_ELEMENTS else ()
 
 

@@ -125,10 +125,9 @@ def name_of_code(code: Any) -> str:
 
 def is_importable(name: str) -> bool:
     """Return whether other processes can import the class or function of this name."""
-    # The names of lambdas and local functions contain "<"; those of partials, "(". The
-    # modules of files that `ppo` has loaded are named after their paths.
+    # The names of lambdas and local functions contain "<"; those of partials, "(".
     module = name.rpartition(":")[0]
-    if module == "__main__" or "/" in module or {*"<("} & {*name}:
+    if module == "__main__" or {*"<("} & {*name}:
         return False
     return not is_loaded_by_path(module)
 
@@ -140,19 +139,28 @@ def is_loaded_by_path(name: str) -> bool:
     `--import-mode=importlib`, and the script in a process that multiprocessing has
     spawned (`__mp_main__`).
     """
+    if "/" in name:  # a file that `ppo` has loaded; its module is named after its path
+        return True
     file, package = file_of(sys.modules.get(name)), name.partition(".")[0]
     is_installed = "-packages/" in file or package in sys.stdlib_module_names
     if is_installed or not file.endswith(".py"):
         return False
     # Python ignores finders of the old kind, too, in version 3.12 and later.
     finders = [item for item in sys.meta_path if hasattr(item, "find_spec")]
-    folders = None
+    folders: Any = None
     for part in itertools.accumulate(name.split("."), "{}.{}".format):
-        specs = (finder.find_spec(part, folders) for finder in finders)
-        if (spec := next(filter(None, specs), None)) is None:
+        specs = (finder.find_spec(part, folders, None) for finder in finders)
+        try:
+            spec = next(filter(None, specs), None)
+        except Exception:  # Python's KeyError, if a namespace package is not loaded
+            return False
+        if spec is None:
             return True
         if (folders := spec.submodule_search_locations) is None:
             break  # not a package, so the import of this module adds the others
+        loaded = sys.modules.get(part)
+        if file_of(loaded) == spec.origin:  # the package may have extended its path
+            folders = globals_of(loaded).get("__path__", folders)
     return False
 
 

@@ -290,6 +290,21 @@ def test_mocks_of_modules_do_not_prevent_the_start(folder: Path) -> None:
         assert np.unique(batch.reset()).size == 2
 
 
+def test_generators_beside_objects_of_an_unhashable_class_are_seeded(
+    folder: Path,
+) -> None:
+    text = """
+class Comparable(type):
+    def __eq__(cls, other): return cls is other
+class Part(metaclass=Comparable): pass
+PARTS = [Part(), random.Random(3)]
+class E(Draw):
+    def draw(self): return PARTS[1].random()
+"""
+    with BatchEnv.local(f"{write_env(folder, text)}:E", 2, 2) as batch:
+        assert np.unique(batch.reset()).size == 2
+
+
 def test_a_generator_that_rejects_seeds_keeps_its_state(folder: Path) -> None:
     text = """
 class Fixed(random.Random):

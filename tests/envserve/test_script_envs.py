@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -325,6 +326,20 @@ def test_a_module_that_imports_do_not_find_is_pickled(
         envserve.make(module.Plugin, "127.0.0.1")
     with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
         envs.reset()
+
+
+def test_a_file_that_ppo_has_loaded_from_any_folder_is_pickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "my-packages" / "plugin.py"
+    module = ModuleType(str(path).replace(".", "_"))
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(PLUGIN, vars(module))
+    _, code = UserCode.of([vars(module)["Plugin"]])
+    pickled = code.dumps()
+    del sys.modules[module.__name__]
+    assert UserCode.loads(pickled).env_fns[0]().reset()[0].shape == (1,)
 
 
 def executed() -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from envserve.envs import registry
 from envserve.envs.registry import import_env_modules, make_env, offered_names
 from envserve.envs.user_envs import (
     env_name_of,
+    is_importable,
     name_and_imports,
     with_absolute_path,
     writable_by_others,
@@ -135,6 +137,46 @@ def test_a_file_is_imported_although_a_module_of_its_name_was_loaded_by_path(
     assert name_and_imports(reference) == ("walk_file:Walk", (reference,))
     settings = local_settings(reference, 1, 1, {}, BatchEnv.local)
     assert settings.is_replayable
+
+
+def test_modules_of_packages_that_extend_their_path_are_importable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "extended"
+    (package / "more").mkdir(parents=True)
+    (package / "__init__.py").write_text("__path__.append(f'{__path__[0]}/more')")
+    (package / "more" / "walk_file.py").write_text(WALK)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("extended.walk_file")
+    assert is_importable("extended.walk_file:Walk")
+
+
+class StrictFinder:
+    """A finder that requires the arguments that Python passes to it."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None, target: object) -> None:
+        del name, path, target
+
+
+def test_a_finder_may_require_all_arguments_of_python(
+    walk_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "meta_path", [StrictFinder, *sys.meta_path])
+    import_env_modules([walk_file])
+    assert is_importable("walk_file:Walk")
+
+
+def test_a_file_of_a_namespace_package_that_is_not_loaded_is_importable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plugins_of_test" / "walks").mkdir(parents=True)
+    module = ModuleType("plugins_of_test.walks.walk_file")
+    module.__file__ = str(tmp_path / "plugins_of_test" / "walks" / "walk_file.py")
+    Path(module.__file__).write_text(WALK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert is_importable(f"{module.__name__}:Walk")
 
 
 def test_a_deleted_working_directory_leaves_references_unchanged(
