@@ -40,6 +40,27 @@ class Linear(keras.Model):
         return self.action(observation), self.value(observation)[:, 0]
 
 
+class Stack(keras.Model):
+    """A model with layers in a list."""
+
+    def __init__(self, action_size: int, seed: int) -> None:
+        super().__init__()
+        start = keras.initializers.GlorotUniform(seed)
+        self.stack = [keras.layers.Dense(n, kernel_initializer=start) for n in (8, 4)]
+        self.head = Linear(action_size, seed)
+
+    def call(self, observation: Any) -> Any:
+        for layer in self.stack:
+            observation = layer(observation)
+        return self.head(observation)
+
+
+def layers_in_a_list(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    return Stack(action_size, seed)
+
+
 def subclass(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
     return Linear(action_size, seed)
 

@@ -19,6 +19,7 @@ from ppo.config.named_configs import CONFIGS, apply_settings, read_config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
 from ppo.learners import Learners
+from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import code_names
 from ppo.train import train
@@ -276,6 +277,50 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         ):
             run(tmp_path / "untracked", config)
         assert str(caught.value).endswith(f"Checkpoints, got {got!r:.200}.")
+
+
+class Stack(keras.Model):
+    """A model with a layer in a list, a layer in a dict, and weights of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [keras.layers.Dense(2, kernel_initializer="zeros")]
+        self.heads = {"value": keras.layers.Dense(1, kernel_initializer="zeros")}
+        self(tf.zeros([1, 1]))
+
+    def call(self, rows: Any) -> Any:
+        return self.heads["value"](self.hidden[0](rows))
+
+
+class Stacked(Counter):
+    """An algorithm that increments all weights of two models in each iteration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        critic = Stack()
+        self.trackables = {"critics": [critic]}
+        self.weights = [*critic.weights, *self.agent.trackables["target"].weights]
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        agent = Agent(*arguments)
+        agent.trackables["target"] = Stack()
+        return agent
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        for weight in self.weights:
+            weight.assign_add(tf.ones_like(weight))
+        return {"smallest_weight": min(np.min(weight) for weight in self.weights)}
+
+
+def test_layers_in_lists_and_dicts_of_a_model_are_stored(tmp_path: Path) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Stacked")
+    run(tmp_path / "run", config)
+    result = run(tmp_path / "run", config.replace(total_steps=96), resume=True)
+    assert rows_of(tmp_path / "run")[-1]["smallest_weight"] == 6
+    target = result.agent.trackables["target"] = Stack()
+    checkpoint.load_agent(tmp_path / "run" / "checkpoints", result.agent)
+    assert min(np.min(weight) for weight in target.weights) == 6
 
 
 class Loading(Counter):

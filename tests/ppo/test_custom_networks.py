@@ -19,8 +19,17 @@ from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
-from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Maker, eagerly, ppo, rollout_of, run, save_run
+from tests.ppo.fakes import ACTIONS, CountingBatchEnv, in_graph
+from tests.ppo.runs import (
+    SMALL,
+    Maker,
+    eagerly,
+    parameters,
+    ppo,
+    rollout_of,
+    run,
+    save_run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -191,6 +200,14 @@ def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> 
         assert np.array_equal(variable.numpy(), old) is is_policy
     with pytest.raises(ConfigError, match="expected policy_variables to be a subset"):
         Agent(X, spaces.Discrete(2), named("with_foreign_policy"))
+
+
+def test_layers_in_a_list_are_saved_and_restored(tmp_path: Path) -> None:
+    config = named("layers_in_a_list").replace(env_name="fake")
+    result = run(tmp_path / "run", config)
+    fresh = Agent(result.agent.preprocess.input_space, ACTIONS, config.replace(seed=9))
+    checkpoint.load_agent(tmp_path / "run" / "checkpoints", fresh)
+    np.testing.assert_array_equal(parameters(fresh), parameters(result.agent))
 
 
 @eagerly()
