@@ -1,6 +1,7 @@
 """Custom networks: loaded, checked, trained, saved and restored."""
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
 from ppo.evaluation.evaluate import evaluate_run
 from ppo.evaluation.export import export_policy
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
-from tests.ppo.fakes import ACTIONS, CountingBatchEnv, in_graph
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
 from tests.ppo.runs import (
     SMALL,
     Maker,
@@ -182,6 +184,33 @@ def test_a_model_may_branch_on_tensors() -> None:
 
 
 @eagerly()
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
+    config = named("unusual").replace(jit_compile=True, max_kl=0.0)
+    agents = [Agent(BOX, ACTIONS, config) for _ in range(2)]
+    start = [variable.numpy() for variable in agents[0].trainable_variables]
+    for old, new in zip(start, agents[1].trainable_variables, strict=True):
+        new.assign(old)
+    learners = [SINGLE_LEARNER, Learners(["a:1", "b:1"], 0)]
+
+    def reduce(number: tf.Tensor, merge_op: str = "Add") -> tf.Tensor:
+        """Return the result for two learners with the same rollout."""
+        return number if merge_op == "Max" else 2.0 * number
+
+    random = np.random.default_rng(0)
+    rollout = rollout_of(8, 2, observation=random.normal(size=(9, 2, 2)))
+    rollout.reward[:] = random.normal(size=(8, 2))
+    with mock.patch.object(learners[1], "_reduce", reduce):
+        for agent, group in zip(agents, learners, strict=True):
+            updater = Updater(agent, config, learners=group)
+            assert updater.update(rollout, seed=(3, 4))["gradient_norm"] > 0
+    ends = [agent.trainable_variables for agent in agents]
+    for before, *after in zip(start, *ends, strict=True):
+        is_unused = "unused" in after[0].path
+        assert np.array_equal(before, after[0]) == is_unused
+        np.testing.assert_allclose(*after, rtol=1e-5, atol=1e-6)
+
+
 def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
     config = named("with_named_policy").replace(learning_rate=0.3, max_kl=1e-6)
     agent = Agent(X, spaces.Box(-1.0, 1.0, (1,)), config)

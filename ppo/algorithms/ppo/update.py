@@ -376,7 +376,12 @@ class Updater:
                 + config.value_coefficient * value_loss
                 - entropy_coefficient * entropy
             )
-        gradients = tape.gradient(loss, [v.value for v in self._variables])
+        gradients = [
+            # A user's network may have variables that the loss does not depend on, with
+            # another dtype, or with sparse gradients, which XLA cannot apply.
+            None if part is None else tf.cast(tf.convert_to_tensor(part), tf.float32)
+            for part in tape.gradient(loss, [v.value for v in self._variables])
+        ]
         return gradients, {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
