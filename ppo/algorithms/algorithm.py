@@ -9,7 +9,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import gymnasium
 import msgspec
@@ -174,6 +174,11 @@ class Algorithm(abc.ABC):
                     f"The settings of {config.algorithm} are: "
                     f"{', '.join(known) or 'none'}."
                 )
+        hints = get_type_hints(kind) if kind else {}
+        for name, value in table.items():
+            # `--set` cannot tell a list of names from a text that contains commas.
+            if isinstance(value, str) and get_origin(hints[name]) is tuple:
+                table[name] = [word.strip() for word in value.split(",")]
         try:
             return kind and msgspec.convert(table, kind)
         except msgspec.ValidationError as error:

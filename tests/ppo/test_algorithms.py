@@ -166,6 +166,30 @@ class NoDataclass(Other):
     settings_type = dict
 
 
+@dataclasses.dataclass
+class Lists:
+    """Settings of all documented types."""
+
+    names: tuple[str, ...] = ()
+    pair: tuple[int, float] = (0, 0.0)
+    tag: str = ""
+    on: bool = False
+
+
+class Listing(Other):
+    settings_type = Lists
+
+
+def test_settings_of_all_types_can_be_set_in_a_command() -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Listing")
+    changes = ["names=left, right", "pair=1,2", "tag=a,b", "on=true"]
+    expected = Lists(names=("left", "right"), pair=(1, 2.0), tag="a,b", on=True)
+    assert Listing.read_settings(apply_settings(config, changes)) == expected
+    one = apply_settings(config, ["names=left"])
+    assert Listing.read_settings(one).names == ("left",)
+    assert Listing.read_settings(config) == Lists()
+
+
 def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> None:
     maker = Maker()
 
