@@ -347,6 +347,35 @@ def test_layers_in_lists_and_dicts_of_a_model_are_stored(tmp_path: Path) -> None
     assert min(np.min(weight) for weight in target.weights) == 6
 
 
+class Compiled(Counter):
+    """An algorithm that trains a compiled model, whose optimizer may not be built."""
+
+    is_built = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        self.model.compile("adam", "mse")
+        if self.is_built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        self.trackables = {"model": self.model}
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.model.train_on_batch(np.ones((2, 1)), np.zeros((2, 1)))
+        return {"updates": self.model.optimizer.iterations}
+
+
+def test_compiled_model_is_resumed_if_its_optimizer_is_built(tmp_path: Path) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Compiled")
+    with pytest.raises(ConfigError, match=r"created later: .*kernel.*in __init__"):
+        run(tmp_path / "lazy", config)
+    assert not (tmp_path / "lazy" / "checkpoints").exists()
+    with mock.patch.object(Compiled, "is_built", True):
+        run(tmp_path / "run", config)
+        run(tmp_path / "run", config.replace(total_steps=96), resume=True)
+    assert rows_of(tmp_path / "run")[-1]["updates"] == 6
+
+
 class Loading(Counter):
     """An algorithm that reads a file that it has not saved."""
 
