@@ -473,7 +473,8 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
         return _as_number(text)
-    if kind is str:
+    # The tuple `names=a,b` of a user's algorithm is stored as text.
+    if kind is str and text[:1] != "[":
         return text
     for read in (json.loads, _toml_value):
         with contextlib.suppress(ValueError):

@@ -185,8 +185,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     changes = ["names=left, right", "pair=1,2", "tag=a,b", "on=true"]
     expected = Lists(names=("left", "right"), pair=(1, 2.0), tag="a,b", on=True)
     assert Listing.read_settings(apply_settings(config, changes)) == expected
-    one = apply_settings(config, ["names=left"])
-    assert Listing.read_settings(one).names == ("left",)
+    for change in ("names=left", 'names=["left"]'):
+        changed = apply_settings(apply_settings(config, changes), [change])
+        assert Listing.read_settings(changed).names == ("left",)
     assert Listing.read_settings(config) == Lists()
 
 
