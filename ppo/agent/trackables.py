@@ -24,5 +24,5 @@ def checkpoint_of(trackables: Mapping[str, Any]) -> tf.train.Checkpoint:
         if id(weight) not in found
     }
     if missing:
-        checkpoint.other_weights = list(missing.values())
+        checkpoint.untracked_keras_weights = list(missing.values())
     return checkpoint
