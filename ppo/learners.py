@@ -108,7 +108,7 @@ class Learners:
         """
         if self.num == 1:
             return nest
-        tensors = [
+        tensors: list[Any] = [
             x if x is None else tf.convert_to_tensor(x) for x in tf.nest.flatten(nest)
         ]
         for dtype in _DTYPES:

@@ -187,5 +187,6 @@ def test_updates_use_the_distribution_and_the_value_of_a_subclass() -> None:
     features = agent.preprocess(tf.ones([5, 3]))
     distribution, value = agent.distribution_and_value(features)
     expected, expected_value = base.distribution_and_value(features)
-    np.testing.assert_allclose(distribution.logits, 0.5 * expected.logits, rtol=1e-6)
+    (logits,), (expected_logits,) = distribution.parameters, expected.parameters
+    np.testing.assert_allclose(logits, 0.5 * expected_logits, rtol=1e-6)
     np.testing.assert_allclose(value, 2.0 * expected_value, rtol=1e-6)

@@ -205,10 +205,9 @@ def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
             updater = Updater(agent, config, learners=group)
             assert updater.update(rollout, seed=(3, 4))["gradient_norm"] > 0
     ends = [agent.trainable_variables for agent in agents]
-    for before, *after in zip(start, *ends, strict=True):
-        is_unused = "unused" in after[0].path
-        assert np.array_equal(before, after[0]) == is_unused
-        np.testing.assert_allclose(*after, rtol=1e-5, atol=1e-6)
+    for before, one, two in zip(start, *ends, strict=True):
+        assert np.array_equal(before, one) == ("unused" in one.path)
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
 
 
 def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
