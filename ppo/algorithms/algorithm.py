@@ -176,9 +176,14 @@ class Algorithm(abc.ABC):
                 )
         hints = get_type_hints(kind) if kind else {}
         for name, value in table.items():
-            # `--set` cannot tell a list of names from a text that contains commas.
-            if isinstance(value, str) and get_origin(hints[name]) is tuple:
-                table[name] = [word.strip() for word in value.split(",")]
+            # Without the type, `--set` cannot tell a tuple of texts from a text, or a
+            # tuple with one element from a number.
+            is_tuple = get_origin(hints[name]) is tuple
+            if is_tuple and isinstance(value, str):
+                words = map(str.strip, value.split(","))
+                table[name] = [word for word in words if word]
+            elif is_tuple and not isinstance(value, list):
+                table[name] = [value]
         try:
             return kind and msgspec.convert(table, kind)
         except msgspec.ValidationError as error:

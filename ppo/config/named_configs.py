@@ -387,13 +387,15 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     settings = list(settings)
     try:
         config = with_algorithm(config, settings)
-        unknown_kind = None if ":" in config.algorithm else str
         current = {**config.algorithm_settings, **vars(config)}
         for setting in settings:
             key, equals, text = setting.partition("=")
             if not equals:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
-            kind = type(current[key]) if key in current else unknown_kind
+            kind: type[Any] | None = type(current.get(key, ""))
+            if key not in vars(config) and ":" in config.algorithm:
+                # A number may be followed by a list: 64 by 64,64.
+                kind = str if isinstance(current.get(key), str) else None
             try:
                 changes[key] = _parse_value(text.strip(), kind)
             except RecursionError:

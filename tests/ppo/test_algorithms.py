@@ -171,6 +171,7 @@ class Lists:
     """Settings of all documented types."""
 
     names: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
     pair: tuple[int, float] = (0, 0.0)
     tag: str = ""
     on: bool = False
@@ -188,6 +189,10 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)
+    one = apply_settings(config, ["layers=64"])
+    assert Listing.read_settings(one) == Lists(layers=(64,))
+    two = apply_settings(one, ["layers=64,32", "names="])
+    assert Listing.read_settings(two) == Lists(layers=(64, 32))
     assert Listing.read_settings(config) == Lists()
 
 
