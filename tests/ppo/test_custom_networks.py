@@ -1,7 +1,6 @@
 """Custom networks: loaded, checked, trained, saved and restored."""
 
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -184,6 +183,16 @@ def test_a_model_may_branch_on_tensors() -> None:
 
 
 @eagerly()
+class Twins(Learners):
+    """Two learners with the same rollout."""
+
+    def __init__(self) -> None:
+        super().__init__(["a:1", "b:1"], 0)
+
+    def _reduce(self, tensor: tf.Tensor, merge_op: str = "Add") -> tf.Tensor:
+        return tensor if merge_op == "Max" else 2.0 * tensor
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
     config = named("unusual").replace(jit_compile=True, max_kl=0.0)
@@ -191,19 +200,12 @@ def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
     start = [variable.numpy() for variable in agents[0].trainable_variables]
     for old, new in zip(start, agents[1].trainable_variables, strict=True):
         new.assign(old)
-    learners = [SINGLE_LEARNER, Learners(["a:1", "b:1"], 0)]
-
-    def reduce(number: tf.Tensor, merge_op: str = "Add") -> tf.Tensor:
-        """Return the result for two learners with the same rollout."""
-        return number if merge_op == "Max" else 2.0 * number
-
     random = np.random.default_rng(0)
     rollout = rollout_of(8, 2, observation=random.normal(size=(9, 2, 2)))
     rollout.reward[:] = random.normal(size=(8, 2))
-    with mock.patch.object(learners[1], "_reduce", reduce):
-        for agent, group in zip(agents, learners, strict=True):
-            updater = Updater(agent, config, learners=group)
-            assert updater.update(rollout, seed=(3, 4))["gradient_norm"] > 0
+    for agent, learners in zip(agents, (SINGLE_LEARNER, Twins()), strict=True):
+        updater = Updater(agent, config, learners=learners)
+        assert updater.update(rollout, seed=(3, 4))["gradient_norm"] > 0
     ends = [agent.trainable_variables for agent in agents]
     for before, one, two in zip(start, *ends, strict=True):
         assert np.array_equal(before, one) == ("unused" in one.path)
