@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import env_name_of, is_user_env, sibling_imports
+from envserve.envs.user_envs import is_user_env, sibling_imports
 from envserve.regular_file import open_regular
 from envserve.text import with_article
 from ppo.config.config import Config
@@ -423,15 +423,13 @@ def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
     algorithms = [text.strip() for key, _, text in pairs if key == "algorithm"]
     if not algorithms or algorithms[-1] == config.algorithm:
         return config
-    values = config.non_defaults() | {"env_name": config.env_name}
-    if config in CONFIGS.values():
-        for other in CONFIGS.values():
-            if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
-                return other
-        values = {k: v for k, v in values.items() if k in _TASK_SETTINGS}
-    if env_name_of(algorithms[-1]) != env_name_of(config.algorithm):
-        values.pop("algorithm_settings", None)  # unless only the user's file has moved
-    return Config(**values | {"algorithm": algorithms[-1]})
+    if config not in CONFIGS.values():
+        return config.replace(algorithm=algorithms[-1])
+    for other in CONFIGS.values():
+        if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
+            return other
+    kept = {k: v for k, v in config.non_defaults().items() if k in _TASK_SETTINGS}
+    return Config(**kept | {"algorithm": algorithms[-1]})
 
 
 def _run_config(path: Path) -> Config:

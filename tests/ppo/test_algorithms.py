@@ -139,6 +139,12 @@ def test_another_algorithm_replaces_the_settings_tuned_for_the_first() -> None:
     assert apply_settings(kept, ["algorithm=sac"]) == Config(
         env_name="X", seed=5, discount=0.9, algorithm="sac"
     )
+    sac = kept.replace(algorithm="sac", tau=0.1)
+    assert sac == apply_settings(kept, ["algorithm=sac", "tau=0.1"])
+    assert sac.replace(algorithm="ppo") == kept
+    mine = sac.replace(algorithm="my.py:Mine", tau=0.2)
+    assert mine.algorithm_settings == {"tau": 0.2}
+    assert mine.replace(algorithm="new/my.py:Mine").algorithm_settings == {"tau": 0.2}
 
 
 def test_an_algorithm_in_a_file_is_code_that_must_be_trusted() -> None:
