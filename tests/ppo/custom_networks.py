@@ -82,6 +82,18 @@ def unusual(space: Any, action_size: int, config: Any, seed: int) -> keras.Model
     return Unusual(action_size, seed)
 
 
+class Printing(Linear):
+    """A model that XLA cannot compile."""
+
+    def call(self, observation: Any) -> Any:
+        tf.print("rows", tf.shape(observation)[0])
+        return super().call(observation)
+
+
+def printing(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return Printing(action_size, seed)
+
+
 def subclass(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
     return Linear(action_size, seed)
 

@@ -212,6 +212,14 @@ def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
 
 
+def test_a_model_that_xla_cannot_compile_is_a_one_line_error() -> None:
+    config = named("printing").replace(jit_compile=True)
+    updater = Updater(Agent(BOX, ACTIONS, config), config)
+    message = r"^jit_compile: .* (PrintV2|StringFormat) [^\n]*; .*jit_compile=false\.$"
+    with pytest.raises(ConfigError, match=message):
+        updater.update(rollout_of(8, 2), seed=(3, 4))
+
+
 def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
     config = named("with_named_policy").replace(learning_rate=0.3, max_kl=1e-6)
     agent = Agent(X, spaces.Box(-1.0, 1.0, (1,)), config)
