@@ -172,6 +172,10 @@ class NoDataclass(Other):
     settings_type = dict
 
 
+class NoLearn(Algorithm):
+    """An algorithm whose main method is missing."""
+
+
 @dataclasses.dataclass
 class Lists:
     """Settings of all documented types."""
@@ -229,6 +233,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     )
     no_class = SMALL.replace(algorithm=f"{__name__}:NAME")
     assert f"in {__name__}, found" in message(4, no_class, one)
+    no_learn = SMALL.replace(algorithm=f"{__name__}:NoLearn")
+    assert "expected a class with the method learn" in message(11, no_learn, one)
     no_algorithm = SMALL.replace(algorithm=f"{__name__}:Path")
     assert "expected a subclass of" in message(5, no_algorithm, one)
     sac = Config(env_name="X", algorithm="sac")
