@@ -394,7 +394,7 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
             kind: type[Any] | None = type(current.get(key, ""))
             if key not in vars(config) and ":" in config.algorithm:
-                # A number may be followed by a list: 64 by 64,64.
+                # The current value may be a number although the setting is a tuple.
                 kind = str if isinstance(current.get(key), str) else None
             try:
                 changes[key] = _parse_value(text.strip(), kind)
