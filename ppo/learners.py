@@ -104,12 +104,17 @@ class Learners:
         """Return the element-wise sums of a nest of tensors over all learners.
 
         All tensors of the same dtype are concatenated and summed in one collective.
+        None, the gradient of an unused variable, is returned unchanged.
         """
         if self.num == 1:
             return nest
-        tensors = list(map(tf.convert_to_tensor, tf.nest.flatten(nest)))
+        tensors: list[Any] = [
+            x if x is None else tf.convert_to_tensor(x) for x in tf.nest.flatten(nest)
+        ]
         for dtype in _DTYPES:
-            indices = [n for n, x in enumerate(tensors) if x.dtype == dtype]
+            indices = [
+                n for n, x in enumerate(tensors) if x is not None and x.dtype == dtype
+            ]
             if indices:
                 rows = [tf.reshape(tensors[index], [-1]) for index in indices]
                 total = self._reduce(tf.concat(rows, 0))
@@ -127,14 +132,19 @@ class Learners:
         """Return weighted means of a nest of float32 tensors over all learners.
 
         Args:
-          nest: Tensors of this learner.
+          nest: Tensors of this learner; None is returned unchanged.
           weight: Scalar weight of this learner's tensors.
         """
         if self.num == 1:
             return nest
-        weighted = tf.nest.map_structure(lambda x: x * weight, nest)
+        weighted = tf.nest.map_structure(
+            lambda x: None if x is None else x * weight, nest
+        )
         total, total_weight = self.sum((weighted, weight))
-        return tf.nest.map_structure(lambda x: x / tf.maximum(total_weight, 1.0), total)
+        total_weight = tf.maximum(total_weight, 1.0)
+        return tf.nest.map_structure(
+            lambda x: None if x is None else x / total_weight, total
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all learners, in the order of their indices.

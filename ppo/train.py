@@ -22,6 +22,7 @@ from ppo.config.config import Config
 from ppo.environments import MakeEnv
 from ppo.errors import (
     CallbackError,
+    ConfigError,
     DivergedError,
     EnvDataError,
     EnvsLostError,
@@ -195,6 +196,7 @@ class _Loop:
         #: Metrics of an evaluation that is not reported yet.
         self._evaluation_metrics: dict[str, float] = {}
         self._best_return = checkpoint.best_return(self._run_folder.checkpoints)
+        self._variables = set(map(id, checkpoint.variables(self._run.state)))
 
     def run(
         self, on_progress: Callable[[Progress], None], should_stop: Callable[[], bool]
@@ -313,6 +315,7 @@ class _Loop:
         is_saved = self._run.counters.iteration == self._saved_iteration
         if is_saved or not self._learners.is_chief:
             return
+        self._check_variables()
         with _algorithm_data_errors(self._run_folder):
             self._run.algorithm.save_data(self._run_folder.algorithm_data)
         with self._run_folder.writing():
@@ -325,6 +328,22 @@ class _Loop:
             )
         self._last_saved = time.monotonic()
         self._saved_iteration = self._run.counters.iteration
+
+    def _check_variables(self) -> None:
+        """Check that a checkpoint can be restored into the state of a new process.
+
+        Raises:
+          ConfigError: Trackables have variables that `learn` has created, such as those
+            of the optimizer of a compiled Keras model.
+        """
+        variables = checkpoint.variables(self._run.state)
+        if new := [v.name for v in variables if id(v) not in self._variables]:
+            raise ConfigError(
+                f"algorithm {self._config.algorithm}: expected trackables with all of "
+                f"their variables, but these were created later: {new!s:.200}; build "
+                "models, and the optimizers of compiled models, in __init__, so that a "
+                "checkpoint can restore them."
+            )
 
 
 @contextlib.contextmanager

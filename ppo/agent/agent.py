@@ -251,6 +251,9 @@ class Agent:
 
     def distribution_and_value(self, features: Any) -> tuple[Distribution, tf.Tensor]:
         """Return action distributions and values; a shared torso is evaluated once."""
+        methods = type(self).distribution, type(self).value
+        if methods != (Agent.distribution, Agent.value):  # of a user's subclass
+            return self.distribution(features), self.value(features)
         networks = self._networks
         inputs, mask = self.preprocess.inputs(features)
         torso_output = self._torso_output(networks.policy_torso, inputs)

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import gymnasium
 import msgspec
@@ -174,6 +174,16 @@ class Algorithm(abc.ABC):
                     f"The settings of {config.algorithm} are: "
                     f"{', '.join(known) or 'none'}."
                 )
+        hints = get_type_hints(kind) if kind else {}
+        for name, value in table.items():
+            # Without the type, `--set` cannot tell a tuple of texts from a text, or a
+            # tuple with one element from a number.
+            is_tuple = get_origin(hints[name]) is tuple
+            if is_tuple and isinstance(value, str):
+                words = map(str.strip, value.split(","))
+                table[name] = [word for word in words if word]
+            elif is_tuple and not isinstance(value, list):
+                table[name] = [value]
         try:
             return kind and msgspec.convert(table, kind)
         except msgspec.ValidationError as error:

@@ -31,6 +31,11 @@ def load_algorithm(config: Config) -> type[Algorithm]:
             f"algorithm {config.algorithm}: {source_location(found)}expected a "
             f"subclass of ppo.algorithms.algorithm.Algorithm, got {found!r}."
         )
+    if missing := found.__abstractmethods__:
+        raise ConfigError(
+            f"algorithm {config.algorithm}: {source_location(found)}expected a class "
+            f"with the method {', '.join(missing)}, found none."
+        )
     return found
 
 

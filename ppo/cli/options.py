@@ -252,6 +252,8 @@ def start_tensorflow(
     Raises:
       BadInputError: TensorFlow is not installed, or there is no temporary folder.
     """
+    # The user may have selected another backend for other programs.
+    os.environ["KERAS_BACKEND"] = "tensorflow"
     # TensorFlow logs harmless messages as errors; real errors are also raised.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:

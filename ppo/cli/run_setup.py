@@ -119,8 +119,11 @@ def _has_no_time_limit(config: Config) -> bool:
     import gymnasium
 
     spec = gymnasium.registry.get(config.env_name)
-    is_limited = any(table["name"] == "TimeLimit" for table in config.wrappers)
-    return spec is not None and spec.max_episode_steps is None and not is_limited
+    if spec is None or any(table["name"] == "TimeLimit" for table in config.wrappers):
+        return False
+    # As in `gymnasium.make`, the argument replaces the registered limit; -1 removes it.
+    limit = config.env_kwargs.get("max_episode_steps") or spec.max_episode_steps
+    return limit in (None, -1)
 
 
 def read_tf_config(seeds: int | None, resume: Path | None) -> tuple[list[str], int]:

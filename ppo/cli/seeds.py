@@ -17,7 +17,7 @@ import numpy as np
 from envserve.host_resources import num_cores
 from envserve.python_process import main_command
 from envserve.regular_file import open_no_link
-from envserve.text import rounded
+from envserve.text import exception_line, rounded
 from ppo.cli.options import user_command
 from ppo.cli.plot import plot
 from ppo.cli.progress import Screen
@@ -142,7 +142,7 @@ def _train(
                     screen.print(f"seed {seed}: mean return {rounded(mean)}")
                 elif not stop.has_fired():
                     num_failed += 1
-                    output = _last_output(runs[seed])
+                    output = _last_output(runs[seed], has_failed=code > 0)
                     reason = output or f"exit code {code}"
                     if code < 0:  # for example by the kernel, for lack of memory
                         reason = f"killed by signal {-code}; last output: {output}"
@@ -211,17 +211,23 @@ def _terminate(running: dict[int, subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _last_output(run: RunFolder) -> str:
+def _last_output(run: RunFolder, *, has_failed: bool = False) -> str:
     """Return the error that a run's process reported, or its last line of output.
 
-    The commands that a finished run suggests are omitted. Return an empty string if the
-    folder of the run was removed.
+    With `has_failed`, the error may also be the exception of a traceback. The commands
+    that a finished run suggests are omitted. Return an empty string if the folder of
+    the run was removed.
     """
     text = ""
     with contextlib.suppress(FileNotFoundError):
         text = (run.path / "output.log").read_text(errors="replace")
     lines = text.partition("\nNext:\n")[0].splitlines()
-    return ([line for line in lines if line.startswith("Error: ")] or lines or [""])[-1]
+    if errors := [line for line in lines if line.startswith("Error: ")]:
+        return errors[-1]
+    _, traceback, rest = text.rpartition("Traceback (most recent call last):\n")
+    if has_failed and traceback:
+        return exception_line(rest)
+    return (lines or [""])[-1]
 
 
 def _mean_return(plan: RunPlan, run: RunFolder) -> float | None:

@@ -665,8 +665,18 @@ class Config:
         )
 
     def replace(self, /, **changes: Any) -> Self:
-        """Return a copy with some values changed; the new values are validated."""
-        return dataclasses.replace(self, **changes)
+        """Return a copy with some values changed; the new values are validated.
+
+        If the algorithm changes, defaults become those of the new algorithm, and the
+        settings that are specific to the old one are omitted.
+        """
+        algorithm = str(changes.get("algorithm", self.algorithm))
+        if algorithm == self.algorithm:
+            return dataclasses.replace(self, **changes)
+        values = self.non_defaults()
+        if env_name_of(algorithm) != env_name_of(self.algorithm):
+            values.pop("algorithm_settings", None)  # unless only the file has moved
+        return type(self)(**values | changes)
 
     def non_defaults(self) -> dict[str, Any]:
         """Return a dict of the settings that differ from their defaults."""

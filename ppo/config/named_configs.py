@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from envserve.envs.user_envs import env_name_of, is_user_env, sibling_imports
+from envserve.envs.user_envs import is_user_env, sibling_imports
 from envserve.regular_file import open_regular
 from envserve.text import with_article
 from ppo.config.config import Config
@@ -387,13 +387,15 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
     settings = list(settings)
     try:
         config = with_algorithm(config, settings)
-        unknown_kind = None if ":" in config.algorithm else str
         current = {**config.algorithm_settings, **vars(config)}
         for setting in settings:
             key, equals, text = setting.partition("=")
             if not equals:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
-            kind = type(current[key]) if key in current else unknown_kind
+            kind: type[Any] | None = type(current.get(key, ""))
+            if key not in vars(config) and ":" in config.algorithm:
+                # The current value may be a number although the setting is a tuple.
+                kind = str if isinstance(current.get(key), str) else None
             try:
                 changes[key] = _parse_value(text.strip(), kind)
             except RecursionError:
@@ -421,15 +423,13 @@ def with_algorithm(config: Config, settings: Iterable[str]) -> Config:
     algorithms = [text.strip() for key, _, text in pairs if key == "algorithm"]
     if not algorithms or algorithms[-1] == config.algorithm:
         return config
-    values = config.non_defaults() | {"env_name": config.env_name}
-    if config in CONFIGS.values():
-        for other in CONFIGS.values():
-            if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
-                return other
-        values = {k: v for k, v in values.items() if k in _TASK_SETTINGS}
-    if env_name_of(algorithms[-1]) != env_name_of(config.algorithm):
-        values.pop("algorithm_settings", None)  # unless only the user's file has moved
-    return Config(**values | {"algorithm": algorithms[-1]})
+    if config not in CONFIGS.values():
+        return config.replace(algorithm=algorithms[-1])
+    for other in CONFIGS.values():
+        if (other.env_name, other.algorithm) == (config.env_name, algorithms[-1]):
+            return other
+    kept = {k: v for k, v in config.non_defaults().items() if k in _TASK_SETTINGS}
+    return Config(**kept | {"algorithm": algorithms[-1]})
 
 
 def _run_config(path: Path) -> Config:
@@ -473,7 +473,8 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
         return _as_number(text)
-    if kind is str:
+    # The tuple `names=a,b` of a user's algorithm is stored as text.
+    if kind is str and text[:1] != "[":
         return text
     for read in (json.loads, _toml_value):
         with contextlib.suppress(ValueError):

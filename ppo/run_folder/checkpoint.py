@@ -23,6 +23,7 @@ import tensorflow as tf
 from envserve.regular_file import flush_to_disk, open_regular
 from envserve.text import one_line
 from ppo.agent.agent import Agent
+from ppo.agent.trackables import checkpoint_of
 from ppo.config.named_configs import read_table
 from ppo.errors import CheckpointError
 
@@ -47,9 +48,7 @@ def training_state(agent: Agent, trackables: Mapping[str, Any]) -> tf.train.Chec
       agent: The agent.
       trackables: Maps names to the other objects, such as those of the algorithm.
     """
-    return tf.train.Checkpoint(
-        agent=tf.train.Checkpoint(**agent.trackables), **trackables
-    )
+    return checkpoint_of(dict(agent=checkpoint_of(agent.trackables), **trackables))
 
 
 def save(

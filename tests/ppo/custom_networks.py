@@ -40,6 +40,60 @@ class Linear(keras.Model):
         return self.action(observation), self.value(observation)[:, 0]
 
 
+class Stack(keras.Model):
+    """A model with layers in a list."""
+
+    def __init__(self, action_size: int, seed: int) -> None:
+        super().__init__()
+        start = keras.initializers.GlorotUniform(seed)
+        self.stack = [keras.layers.Dense(n, kernel_initializer=start) for n in (8, 4)]
+        self.head = Linear(action_size, seed)
+
+    def call(self, observation: Any) -> Any:
+        for layer in self.stack:
+            observation = layer(observation)
+        return self.head(observation)
+
+
+def layers_in_a_list(
+    space: Any, action_size: int, config: Any, seed: int
+) -> keras.Model:
+    return Stack(action_size, seed)
+
+
+class Unusual(keras.Model):
+    """A model with an embedding, a float64 layer, and a layer that is not used."""
+
+    def __init__(self, action_size: int, seed: int) -> None:
+        super().__init__()
+        self.table = keras.layers.Embedding(2, 4)
+        self.wide = keras.layers.Dense(4, dtype="float64")
+        self.unused = keras.layers.Dense(1, name="unused")
+        self.head = Linear(action_size, seed)
+
+    def call(self, observation: Any) -> Any:
+        code = tf.cast(observation[:, 0] > 0, tf.int32)
+        wide = tf.cast(self.wide(observation), tf.float32)
+        self.unused(wide)
+        return self.head(self.table(code) + wide)
+
+
+def unusual(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return Unusual(action_size, seed)
+
+
+class Printing(Linear):
+    """A model that XLA cannot compile."""
+
+    def call(self, observation: Any) -> Any:
+        tf.print("rows", tf.shape(observation)[0])
+        return super().call(observation)
+
+
+def printing(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
+    return Printing(action_size, seed)
+
+
 def subclass(space: Any, action_size: int, config: Any, seed: int) -> keras.Model:
     return Linear(action_size, seed)
 

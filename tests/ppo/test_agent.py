@@ -168,3 +168,25 @@ def test_subclass_changes_all_actions_if_it_overrides_act_from() -> None:
     for name in ("act", "mode"):
         action, _ = getattr(agent, name)(rows, SEED)
         np.testing.assert_array_equal(getattr(negated, name)(rows, SEED)[0], -action)
+
+
+class Cautious(Agent):
+    """An agent with more entropy and larger values than those of its networks."""
+
+    def distribution(self, features: Any, core_output: Any = None) -> Any:
+        (logits,) = super().distribution(features, core_output).parameters
+        return self.distribution_from([0.5 * logits])
+
+    def value(self, features: Any, core_output: Any = None) -> tf.Tensor:
+        return 2.0 * super().value(features, core_output)
+
+
+def test_updates_use_the_distribution_and_the_value_of_a_subclass() -> None:
+    spaces = SPACES.Box(-1.0, 1.0, (3,)), SPACES.Discrete(4)
+    base, agent = Agent(*spaces, CONFIG), Cautious(*spaces, CONFIG)
+    features = agent.preprocess(tf.ones([5, 3]))
+    distribution, value = agent.distribution_and_value(features)
+    expected, expected_value = base.distribution_and_value(features)
+    (logits,), (expected_logits,) = distribution.parameters, expected.parameters
+    np.testing.assert_allclose(logits, 0.5 * expected_logits, rtol=1e-6)
+    np.testing.assert_allclose(value, 2.0 * expected_value, rtol=1e-6)

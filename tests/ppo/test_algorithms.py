@@ -19,6 +19,7 @@ from ppo.config.named_configs import CONFIGS, apply_settings, read_config
 from ppo.environments import env_maker
 from ppo.errors import ConfigError
 from ppo.learners import Learners
+from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import code_names
 from ppo.train import train
@@ -138,6 +139,12 @@ def test_another_algorithm_replaces_the_settings_tuned_for_the_first() -> None:
     assert apply_settings(kept, ["algorithm=sac"]) == Config(
         env_name="X", seed=5, discount=0.9, algorithm="sac"
     )
+    sac = kept.replace(algorithm="sac", tau=0.1)
+    assert sac == apply_settings(kept, ["algorithm=sac", "tau=0.1"])
+    assert sac.replace(algorithm="ppo") == kept
+    mine = sac.replace(algorithm="my.py:Mine", tau=0.2)
+    assert mine.algorithm_settings == {"tau": 0.2}
+    assert mine.replace(algorithm="new/my.py:Mine").algorithm_settings == {"tau": 0.2}
 
 
 def test_an_algorithm_in_a_file_is_code_that_must_be_trusted() -> None:
@@ -163,6 +170,40 @@ class Shared(Other):
 
 class NoDataclass(Other):
     settings_type = dict
+
+
+class NoLearn(Algorithm):
+    """An algorithm whose main method is missing."""
+
+
+@dataclasses.dataclass
+class Lists:
+    """Settings of all documented types."""
+
+    names: tuple[str, ...] = ()
+    layers: tuple[int, ...] = ()
+    pair: tuple[int, float] = (0, 0.0)
+    tag: str = ""
+    on: bool = False
+
+
+class Listing(Other):
+    settings_type = Lists
+
+
+def test_settings_of_all_types_can_be_set_in_a_command() -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Listing")
+    changes = ["names=left, right", "pair=1,2", "tag=a,b", "on=true"]
+    expected = Lists(names=("left", "right"), pair=(1, 2.0), tag="a,b", on=True)
+    assert Listing.read_settings(apply_settings(config, changes)) == expected
+    for change in ("names=left", 'names=["left"]'):
+        changed = apply_settings(apply_settings(config, changes), [change])
+        assert Listing.read_settings(changed).names == ("left",)
+    one = apply_settings(config, ["layers=64"])
+    assert Listing.read_settings(one) == Lists(layers=(64,))
+    two = apply_settings(one, ["layers=64,32", "names="])
+    assert Listing.read_settings(two) == Lists(layers=(64, 32))
+    assert Listing.read_settings(config) == Lists()
 
 
 def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> None:
@@ -192,6 +233,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     )
     no_class = SMALL.replace(algorithm=f"{__name__}:NAME")
     assert f"in {__name__}, found" in message(4, no_class, one)
+    no_learn = SMALL.replace(algorithm=f"{__name__}:NoLearn")
+    assert "expected a class with the method learn" in message(11, no_learn, one)
     no_algorithm = SMALL.replace(algorithm=f"{__name__}:Path")
     assert "expected a subclass of" in message(5, no_algorithm, one)
     sac = Config(env_name="X", algorithm="sac")
@@ -276,6 +319,79 @@ def test_trackables_without_variables_are_an_error(tmp_path: Path) -> None:
         ):
             run(tmp_path / "untracked", config)
         assert str(caught.value).endswith(f"Checkpoints, got {got!r:.200}.")
+
+
+class Stack(keras.Model):
+    """A model with a layer in a list, a layer in a dict, and weights of 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [keras.layers.Dense(2, kernel_initializer="zeros")]
+        self.heads = {"value": keras.layers.Dense(1, kernel_initializer="zeros")}
+        self(tf.zeros([1, 1]))
+
+    def call(self, rows: Any) -> Any:
+        return self.heads["value"](self.hidden[0](rows))
+
+
+class Stacked(Counter):
+    """An algorithm that increments all weights of two models in each iteration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        critic = Stack()
+        self.trackables = {"critics": [critic]}
+        self.weights = [*critic.weights, *self.agent.trackables["target"].weights]
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        agent = Agent(*arguments)
+        agent.trackables["target"] = Stack()
+        return agent
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        for weight in self.weights:
+            weight.assign_add(tf.ones_like(weight))
+        return {"smallest_weight": min(np.min(weight) for weight in self.weights)}
+
+
+def test_layers_in_lists_and_dicts_of_a_model_are_stored(tmp_path: Path) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Stacked")
+    run(tmp_path / "run", config)
+    result = run(tmp_path / "run", config.replace(total_steps=96), resume=True)
+    assert rows_of(tmp_path / "run")[-1]["smallest_weight"] == 6
+    target = result.agent.trackables["target"] = Stack()
+    checkpoint.load_agent(tmp_path / "run" / "checkpoints", result.agent)
+    assert min(np.min(weight) for weight in target.weights) == 6
+
+
+class Compiled(Counter):
+    """An algorithm that trains a compiled model, whose optimizer may not be built."""
+
+    is_built = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        self.model.compile("adam", "mse")
+        if self.is_built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        self.trackables = {"model": self.model}
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.model.train_on_batch(np.ones((2, 1)), np.zeros((2, 1)))
+        return {"updates": self.model.optimizer.iterations}
+
+
+def test_compiled_model_is_resumed_if_its_optimizer_is_built(tmp_path: Path) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Compiled")
+    with pytest.raises(ConfigError, match=r"created later: .*kernel.*in __init__"):
+        run(tmp_path / "lazy", config)
+    assert not (tmp_path / "lazy" / "checkpoints").exists()
+    with mock.patch.object(Compiled, "is_built", True):
+        run(tmp_path / "run", config)
+        run(tmp_path / "run", config.replace(total_steps=96), resume=True)
+    assert rows_of(tmp_path / "run")[-1]["updates"] == 6
 
 
 class Loading(Counter):

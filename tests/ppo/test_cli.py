@@ -611,8 +611,12 @@ def test_the_header_states_that_an_env_has_no_time_limit(tmp_path: Path) -> None
     note = "  limit  none; evaluations cut episodes off after 10,000 steps"
     assert plan.header(1)[-1] == note
     limit = {"name": "TimeLimit", "max_episode_steps": 9}
-    for limited in (config.replace(wrappers=(limit,)), CONFIGS["pendulum"]):
-        assert note not in plan._replace(config=limited).header(1)
+    argument = {"max_episode_steps": 9}
+    limited = [config.replace(wrappers=(limit,)), config.replace(env_kwargs=argument)]
+    for other in (*limited, CONFIGS["pendulum"]):
+        assert note not in plan._replace(config=other).header(1)
+    unlimited = CONFIGS["pendulum"].replace(env_kwargs={"max_episode_steps": -1})
+    assert plan._replace(config=unlimited).header(1)[-1] == note
 
 
 def test_programs_are_named_by_their_path_unless_they_are_on_path(

@@ -14,13 +14,23 @@ from ppo.environments import env_maker
 from ppo.errors import CheckpointError, ConfigError
 from ppo.evaluation.evaluate import evaluate_run
 from ppo.evaluation.export import export_policy
+from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.train import train
 from ppo.user_code import load_user_code
 from tests.ppo import custom_networks
-from tests.ppo.fakes import CountingBatchEnv, in_graph
-from tests.ppo.runs import SMALL, Maker, eagerly, ppo, rollout_of, run, save_run
+from tests.ppo.fakes import ACTIONS, BOX, CountingBatchEnv, in_graph
+from tests.ppo.runs import (
+    SMALL,
+    Maker,
+    eagerly,
+    parameters,
+    ppo,
+    rollout_of,
+    run,
+    save_run,
+)
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
@@ -173,6 +183,43 @@ def test_a_model_may_branch_on_tensors() -> None:
 
 
 @eagerly()
+class Twins(Learners):
+    """Two learners with the same rollout."""
+
+    def __init__(self) -> None:
+        super().__init__(["a:1", "b:1"], 0)
+
+    def _reduce(self, tensor: tf.Tensor, merge_op: str = "Add") -> tf.Tensor:
+        return tensor if merge_op == "Max" else 2.0 * tensor
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_variables_may_be_sparse_unused_or_of_another_dtype() -> None:
+    config = named("unusual").replace(jit_compile=True, max_kl=0.0)
+    agents = [Agent(BOX, ACTIONS, config) for _ in range(2)]
+    start = [variable.numpy() for variable in agents[0].trainable_variables]
+    for old, new in zip(start, agents[1].trainable_variables, strict=True):
+        new.assign(old)
+    random = np.random.default_rng(0)
+    rollout = rollout_of(8, 2, observation=random.normal(size=(9, 2, 2)))
+    rollout.reward[:] = random.normal(size=(8, 2))
+    for agent, learners in zip(agents, (SINGLE_LEARNER, Twins()), strict=True):
+        updater = Updater(agent, config, learners=learners)
+        assert updater.update(rollout, seed=(3, 4))["gradient_norm"] > 0
+    ends = [agent.trainable_variables for agent in agents]
+    for before, one, two in zip(start, *ends, strict=True):
+        assert np.array_equal(before, one) == ("unused" in one.path)
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_xla_cannot_compile_is_a_one_line_error() -> None:
+    config = named("printing").replace(jit_compile=True)
+    updater = Updater(Agent(BOX, ACTIONS, config), config)
+    message = r"^jit_compile: .* (PrintV2|StringFormat) [^\n]*; .*jit_compile=false\.$"
+    with pytest.raises(ConfigError, match=message):
+        updater.update(rollout_of(8, 2), seed=(3, 4))
+
+
 def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
     config = named("with_named_policy").replace(learning_rate=0.3, max_kl=1e-6)
     agent = Agent(X, spaces.Box(-1.0, 1.0, (1,)), config)
@@ -191,6 +238,14 @@ def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> 
         assert np.array_equal(variable.numpy(), old) is is_policy
     with pytest.raises(ConfigError, match="expected policy_variables to be a subset"):
         Agent(X, spaces.Discrete(2), named("with_foreign_policy"))
+
+
+def test_layers_in_a_list_are_saved_and_restored(tmp_path: Path) -> None:
+    config = named("layers_in_a_list").replace(env_name="fake")
+    result = run(tmp_path / "run", config)
+    fresh = Agent(result.agent.preprocess.input_space, ACTIONS, config.replace(seed=9))
+    checkpoint.load_agent(tmp_path / "run" / "checkpoints", fresh)
+    np.testing.assert_array_equal(parameters(fresh), parameters(result.agent))
 
 
 @eagerly()

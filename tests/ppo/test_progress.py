@@ -305,11 +305,12 @@ def test_a_missing_temporary_folder_is_an_error(
 
 
 @pytest.mark.parametrize("name", ["pong", "cartpole"])
-def test_the_gpu_is_used_only_for_image_observations(
+def test_tensorflow_uses_the_gpu_only_for_images_and_is_the_backend_of_keras(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS"):
         monkeypatch.setenv(variable, "0")
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
     monkeypatch.setattr("ppo.cli.options.enable_compilation_cache", lambda _: None)
     with mock.patch("tensorflow.config") as config:
         config.list_physical_devices.return_value = ["GPU:0"]
@@ -317,3 +318,4 @@ def test_the_gpu_is_used_only_for_image_observations(
     config.experimental.set_memory_growth.assert_called_once_with("GPU:0", True)
     hidden = config.set_visible_devices.call_args_list
     assert hidden == ([] if name == "pong" else [mock.call([], "GPU")])
+    assert os.environ["KERAS_BACKEND"] == "tensorflow"

@@ -166,6 +166,16 @@ def test_a_killed_seed_is_reported_with_its_signal(
     assert "seed 7 failed: killed by signal 9; last output: at step 9\n" in output
 
 
+def test_a_seed_that_ends_with_a_traceback_is_reported_with_its_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raising = "print('at step 9', flush=True)\nraise ValueError('it failed\\n in b')"
+    run_instead(monkeypatch, RUN + raising)
+    code, output, _ = ppo(*study(tmp_path / "study"))
+    assert code == 1
+    assert "seed 7 failed: ValueError: it failed\n" in output
+
+
 def test_the_other_seeds_finish_if_the_folder_of_one_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

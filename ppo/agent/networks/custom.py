@@ -15,6 +15,7 @@ import tensorflow as tf
 from gymnasium.vector.utils import create_empty_array
 
 from ppo.agent.networks.perceptrons import NetworkPart
+from ppo.agent.trackables import checkpoint_of
 from ppo.config.config import Config
 from ppo.errors import ConfigError
 from ppo.user_code import load_user_code, user_code_errors
@@ -105,7 +106,7 @@ class CustomModel:
                 f"network {self._name}: expected trainable_variables, a list of "
                 f"keras.Variable, got {list(map(type, variables or ()))}."
             )
-        checkpoint = tf.train.Checkpoint(**self.trackables)
+        checkpoint = checkpoint_of(self.trackables)
         saved = set(map(id, tf.train.TrackableView(checkpoint).descendants()))
         missing = [v.path for v in variables if id(v) not in saved]
         if missing:

@@ -4,14 +4,17 @@ All shapes are static. Invalid rows have weight 0, and their contents are replac
 zeros before any arithmetic, so they do not affect the result.
 """
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from envserve.text import one_line
 from ppo.agent.agent import Agent
 from ppo.algorithms.ppo.schedules import Coefficients, Schedules
 from ppo.algorithms.ppo.trust_region import (
@@ -20,7 +23,7 @@ from ppo.algorithms.ppo.trust_region import (
     make_optimizer,
 )
 from ppo.config.config import Config
-from ppo.errors import DivergedError
+from ppo.errors import ConfigError, DivergedError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.learning import losses
 from ppo.learning.returns import advantages_and_targets, next_values
@@ -121,19 +124,21 @@ class Updater:
           With a KL penalty, also the `kl_penalty`.
 
         Raises:
+          ConfigError: XLA cannot compile a user's network or loss.
           DivergedError: A gradient was not finite; the parameters are now unusable.
         """
         config = self._config
         coefficients = self._schedules.at(progress)
         batch = tf.nest.map_structure(tf.convert_to_tensor, rollout)
-        tensors = self._compiled(
-            batch,
-            tf.cast(reward_scale, tf.float32),
-            tf.nest.map_structure(
-                lambda number: tf.constant(number, tf.float32), coefficients
-            ),
-            tf.constant(seed, tf.int32),
-        )
+        with _compilation_errors():
+            tensors = self._compiled(
+                batch,
+                tf.cast(reward_scale, tf.float32),
+                tf.nest.map_structure(
+                    lambda number: tf.constant(number, tf.float32), coefficients
+                ),
+                tf.constant(seed, tf.int32),
+            )
         metrics = {name: float(value) for name, value in tensors.items()}
         norm = metrics["gradient_norm"]
         # Non-finite gradients make all later gradients non-finite, so checking the last
@@ -378,7 +383,12 @@ class Updater:
                 + config.value_coefficient * value_loss
                 - entropy_coefficient * entropy
             )
-        gradients = tape.gradient(loss, [v.value for v in self._variables])
+        gradients = [
+            # A user's network may have variables that the loss does not depend on, with
+            # another dtype, or with sparse gradients, which XLA cannot apply.
+            None if part is None else tf.cast(tf.convert_to_tensor(part), tf.float32)
+            for part in tape.gradient(loss, [v.value for v in self._variables])
+        ]
         return gradients, {
             "policy_loss": policy_loss,
             "value_loss": value_loss,
@@ -435,6 +445,21 @@ class Updater:
             "advantage": reorder(_flat(advantage)),
             "target": reorder(_flat(target)),
         }
+
+
+@contextlib.contextmanager
+def _compilation_errors() -> Iterator[None]:
+    """Raise a `ConfigError` if XLA cannot compile a user's network or loss."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if "XLA" not in error.message:
+            raise
+        text = re.sub(r"\[_XlaMustCompile.*?\]", "", " ".join(error.message.split()))
+        raise ConfigError(
+            "jit_compile: expected a network and a loss that XLA can compile; "
+            f"{one_line(text, 300)}; remove such operations, or set jit_compile=false."
+        ) from error
 
 
 def _flat(rows: tf.Tensor) -> tf.Tensor:
