@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,7 @@ UNPICKLABLE: dict[str, Any] = {"name": "Missing", "argument": threading.Lock()}
         ({"num_envs": 2, "padding_after": "x"}, "padding_after: expected .*got 'x'"),
         ({"num_envs": 2, "import_modules": [math]}, "expected a list of modules and"),
         ({"num_envs": 2, "import_modules": math}, "expected a list of modules and"),
+        ({"num_envs": 2, "import_modules": Path("a.py")}, "expected a list of modules"),
         ({"num_envs": 2, "wrappers": [UNPICKLABLE]}, "no wrapper named 'Missing'"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "one env per server"),
