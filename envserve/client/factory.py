@@ -282,11 +282,11 @@ def _checked_settings(
         for name, value in options.items()
         if value is not None or name == "crash_dir"
     }
+    settings["wrappers"] = parse_wrappers(settings.get("wrappers", ()))
     # New workers need the same arguments, even if the caller changes them later.
-    with contextlib.suppress(Exception):  # invalid values raise a clear error later
-        settings["env_kwargs"] = copy.deepcopy(settings["env_kwargs"])
-    wrappers = parse_wrappers(settings.get("wrappers", ()))
-    settings["wrappers"] = copy.deepcopy(wrappers)
+    for name in settings.keys() & {"env_kwargs", "wrappers"}:
+        with contextlib.suppress(Exception):  # invalid values raise a clear error later
+            settings[name] = copy.deepcopy(settings[name])
     settings.setdefault("seed", draw_root_seed())
     return settings
 

@@ -15,7 +15,7 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import MethodType, ModuleType
+from types import MethodType
 from typing import Any, Final
 
 from envserve.errors import EnvStartError, UnknownEnv
@@ -186,7 +186,8 @@ def name_and_imports(
             f"{modules_being_imported[-1]} starts envs when workers import it; move "
             f"that code below `if __name__ == '__main__':`"
         )
-    is_list = not isinstance(import_modules, str | ModuleType)
+    is_text = isinstance(import_modules, str)
+    is_list = isinstance(import_modules, Iterable) and not is_text
     if not is_list or not all(isinstance(each, str) for each in import_modules):
         raise TypeError(
             f"import_modules: expected a list of modules and files, each a str; "

@@ -178,11 +178,11 @@ class Algorithm(abc.ABC):
         for name, value in table.items():
             # Without the type, `--set` cannot tell a tuple of texts from a text, or a
             # tuple with one element from a number.
-            is_tuple = get_origin(hints[name]) is tuple
-            if is_tuple and isinstance(value, str):
+            is_array = get_origin(hints[name]) in (tuple, list)
+            if is_array and isinstance(value, str):
                 words = map(str.strip, value.split(","))
                 table[name] = [word for word in words if word]
-            elif is_tuple and not isinstance(value, list):
+            elif is_array and not isinstance(value, list):
                 table[name] = [value]
         try:
             return kind and msgspec.convert(table, kind)

@@ -9,8 +9,10 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -226,6 +228,10 @@ def test_a_garbage_collected_batch_releases_its_envs(
     wait_until(lambda: request_welcome(address, 20.0).free_envs == 2)
 
 
+#: A wrapper with an argument that can be neither copied nor pickled.
+UNPICKLABLE: dict[str, Any] = {"name": "Missing", "argument": threading.Lock()}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -235,6 +241,8 @@ def test_a_garbage_collected_batch_releases_its_envs(
         ({"num_envs": 2, "padding_after": "x"}, "padding_after: expected .*got 'x'"),
         ({"num_envs": 2, "import_modules": [math]}, "expected a list of modules and"),
         ({"num_envs": 2, "import_modules": math}, "expected a list of modules and"),
+        ({"num_envs": 2, "import_modules": Path("a.py")}, "expected a list of modules"),
+        ({"num_envs": 2, "wrappers": [UNPICKLABLE]}, "no wrapper named 'Missing'"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "one env per server"),
         ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "one env per server"),

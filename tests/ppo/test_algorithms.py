@@ -183,6 +183,7 @@ class Lists:
     names: tuple[str, ...] = ()
     layers: tuple[int, ...] = ()
     pair: tuple[int, float] = (0, 0.0)
+    sizes: list[int] = dataclasses.field(default_factory=list)
     tag: str = ""
     on: bool = False
 
@@ -202,6 +203,10 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     one = apply_settings(config, ["layers=64"])
     assert Listing.read_settings(one) == Lists(layers=(64,))
     two = apply_settings(one, ["layers=64,32", "names="])
+    for change in ("sizes=1,2", "sizes=3"):
+        two = apply_settings(two, [change])
+    assert Listing.read_settings(two).sizes == [3]
+    two = apply_settings(two, ["sizes="])
     assert Listing.read_settings(two) == Lists(layers=(64, 32))
     assert Listing.read_settings(config) == Lists()
 

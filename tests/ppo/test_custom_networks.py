@@ -182,7 +182,6 @@ def test_a_model_may_branch_on_tensors() -> None:
     assert (agent.trainable_variables[0].numpy() != before).any()
 
 
-@eagerly()
 class Twins(Learners):
     """Two learners with the same rollout."""
 
@@ -220,6 +219,7 @@ def test_a_model_that_xla_cannot_compile_is_a_one_line_error() -> None:
         updater.update(rollout_of(8, 2), seed=(3, 4))
 
 
+@eagerly()
 def test_an_undone_epoch_spares_the_value_of_a_model_that_names_its_policy() -> None:
     config = named("with_named_policy").replace(learning_rate=0.3, max_kl=1e-6)
     agent = Agent(X, spaces.Box(-1.0, 1.0, (1,)), config)
