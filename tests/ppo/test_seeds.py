@@ -156,24 +156,21 @@ def test_seeds_do_not_import_modules_that_the_study_does_not_name(
     assert seed.env_source() == EnvSource()
 
 
-def test_a_killed_seed_is_reported_with_its_signal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("os.kill(os.getpid(), 9)", "killed by signal 9; last output: at step 9"),
+        ("raise ValueError('it failed\\n in b')", "ValueError: it failed"),
+    ],
+    ids=["signal", "traceback"],
+)
+def test_a_failed_seed_is_reported_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, reason: str
 ) -> None:
-    killed = "print('at step 9', flush=True)\nos.kill(os.getpid(), 9)"
-    run_instead(monkeypatch, RUN + killed)
+    run_instead(monkeypatch, f"{RUN}print('at step 9', flush=True)\n{end}")
     code, output, _ = ppo(*study(tmp_path / "study"))
     assert code == 1
-    assert "seed 7 failed: killed by signal 9; last output: at step 9\n" in output
-
-
-def test_a_seed_that_ends_with_a_traceback_is_reported_with_its_exception(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    raising = "print('at step 9', flush=True)\nraise ValueError('it failed\\n in b')"
-    run_instead(monkeypatch, RUN + raising)
-    code, output, _ = ppo(*study(tmp_path / "study"))
-    assert code == 1
-    assert "seed 7 failed: ValueError: it failed\n" in output
+    assert f"seed 7 failed: {reason}\n" in output
 
 
 def test_the_other_seeds_finish_if_the_folder_of_one_is_removed(
