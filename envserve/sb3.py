@@ -14,7 +14,6 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector.utils import concatenate, create_empty_array
@@ -22,7 +21,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
-from envserve.client.vector_env import attribute_of, metadata_of
+from envserve.client.vector_env import metadata_of, spec_of
 from envserve.errors import CallError, EnvError
 from envserve.slab import Array
 from envserve.text import install_command
@@ -125,11 +124,10 @@ class BatchVecEnv(VecEnv):
           info_keywords: Keys to add to the last info of each episode that a fault ends.
         """
         self.batch = batch
-        registered = gymnasium.registry.get(batch.spec.env_name)
-        spec = attribute_of(batch, "spec") or registered
         names = ("observation_space", "action_space")
         #: Attributes that `get_attr` returns without querying the envs.
-        self._local_attributes = {"spec": spec, **{n: getattr(batch, n) for n in names}}
+        self._local_attributes = {n: getattr(batch, n) for n in names}
+        self._local_attributes["spec"] = spec_of(batch)
         self._lost_info = dict.fromkeys(info_keywords)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)

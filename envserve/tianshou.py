@@ -11,12 +11,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
-from envserve.client.vector_env import attribute_of
+from envserve.client.vector_env import spec_of
 from envserve.errors import EnvError
 from envserve.spaces.leaves import Array, unbatch
 from envserve.text import install_command
@@ -54,8 +53,7 @@ class BatchVectorEnv(BaseVectorEnv):
         batch.reset_call = "reset(env_id=...)"
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
-        registered = gymnasium.registry.get(batch.spec.env_name)
-        self._spec = attribute_of(batch, "spec") or registered
+        self._spec = spec_of(batch)
         self._last_observations: list[Any] = [None] * self.env_num
         #: Collectors draw random actions from the space of each env.
         self._action_spaces = [

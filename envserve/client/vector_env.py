@@ -83,6 +83,11 @@ def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     return dict(attribute_of(batch, "metadata") or {})
 
 
+def spec_of(batch: BatchEnv) -> gymnasium.envs.registration.EnvSpec | None:
+    """Return the spec of the first env; if it cannot be read, the registered one."""
+    return attribute_of(batch, "spec") or gymnasium.registry.get(batch.spec.env_name)
+
+
 def attribute_of(batch: BatchEnv, name: str) -> Any:
     """Return an attribute of the first env; None if it cannot be read."""
     try:
