@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from envserve.client import BatchStats
 from envserve.monitoring.metrics_port import MetricsPort
-from envserve.text import one_line
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -59,7 +58,7 @@ class TrainerMetrics(MetricsPort):
         events = CounterMetricFamily("ppo_lane_events", text, labels=["lane", "event"])
         for lane, counts in stats.lanes.items():
             for event, count in counts.items():
-                events.add_metric([one_line(lane), event], count)
+                events.add_metric([lane, event], count)
         yield events
         text = "Duration of the last 1,024 batch steps, in seconds."
         latency = GaugeMetricFamily("ppo_batch_seconds", text, labels=["quantile"])

@@ -58,7 +58,8 @@ def test_names_are_unique_and_valid() -> None:
     row = {name: float(index) for index, name in enumerate(names)}
     row |= {"env_steps_total": 10.0, "env_steps": 11.0, "batch_seconds": 12.0}
     row |= {"lane_events_total": 13.0, "lane_events": 14.0, "rows": 15.0}
-    stats = replace(STATS, lanes={'ipc:///tmp/\udcff\n"': {"restarts": 2}})
+    lane = 'ipc:///tmp/\n\r\0"\\ü'
+    stats = replace(STATS, lanes={lane: {"restarts": 2}})
     with TrainerMetrics(0) as metrics:
         metrics.update(20, row, stats)
         found = read(metrics.address)
@@ -66,7 +67,7 @@ def test_names_are_unique_and_valid() -> None:
         assert read(metrics.address) == found
     assert found.pop("ppo_env_steps_total") == 20
     assert (found["ppo_a_b"], found["ppo_a_b_"]) == (1, 4)
-    assert found.pop('ppo_lane_events_total restarts ipc:///tmp/\\udcff\\n"') == 2
+    assert found.pop(f"ppo_lane_events_total restarts {lane}") == 2
     assert found.pop("ppo_batch_seconds p50") == 0.25
     assert [found.pop(f"ppo_rows_total {k}") for k in ("OK", "WORKER_DIED")] == [17, 3]
     assert sorted(found.values()) == [*range(len(row))]
