@@ -162,8 +162,9 @@ def _describe(space: Any, has_optional: bool) -> dict[str, Any]:
             description["n"] = _compact(space.n)
         if kind == "box" and has_optional and space.dtype.kind == "i":
             # An infinite bound of integers is stored as the limit of the dtype.
-            flags = {name: getattr(space, name) for name in _OPTIONAL_FIELDS[kind]}
-            description |= {k: _compact(v) for k, v in flags.items() if not v.all()}
+            for name in _OPTIONAL_FIELDS[kind]:
+                flag = np.asarray(getattr(space, name))  # may be an np.bool_
+                description |= {} if flag.all() else {name: _compact(flag)}
         return description
     children = [_describe(child, has_optional) for child in children_of(space, kind)]
     if kind == "tuple":

@@ -32,6 +32,7 @@ MORE_SPACES: dict[str, Space] = {
     "scalar_unbounded": spaces.Box(-inf, inf, (), np.float64),
     "widest_int64": spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64),
     "unbounded_int32": spaces.Box(-inf, inf, (2, 3), np.int32),
+    "scalar_unbounded_int64": spaces.Box(-inf, inf, (), np.int64),
     "half_bounded_int32": spaces.Box(
         np.array([0, -inf]), np.array([inf, 1]), dtype=np.int32
     ),
@@ -80,7 +81,7 @@ def layout(space: Space) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", ALL_SPACES)
 def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
     space = ALL_SPACES[name]
-    again = encode_and_restore(space)
+    again = encode_and_restore(encode_and_restore(space))  # as a server does
     assert again == space
     assert spaces_equal(again, space)
     assert bounds(again) == bounds(space)

@@ -182,11 +182,9 @@ class _BoxActions(ActionAdapter):
             # In float64, the largest 64-bit integers are rounded up to a power of two,
             # which would wrap around when it is cast back.
             bits = 8 * space.dtype.itemsize - (space.dtype.kind == "i")
-            self._low, high = (
-                space.low.astype(np.float64),
-                space.high.astype(np.float64),
-            )
-            self._high = np.minimum(high, math.nextafter(2.0**bits, 0.0))
+            limit = math.nextafter(2.0**bits, 0.0)
+            self._low = space.low.astype(np.float64)
+            self._high = np.minimum(space.high.astype(np.float64), limit)
         self._is_clipped = not (
             np.isinf(space.low).all() and np.isinf(space.high).all()
         )
