@@ -57,7 +57,10 @@ KwargRule = Annotated[str, Meta(pattern=_KWARG)]
 
 #: Maps msgspec's names of types to descriptions for error messages.
 _TYPE_DESCRIPTIONS: Final = {
-    f"`str` matching regex {_EXPOSE!r}": "NAME, get:NAME, set:NAME or call:NAME",
+    f"`str` matching regex {_EXPOSE!r}": (
+        "NAME, get:NAME, set:NAME or call:NAME, where NAME has lower-case letters, "
+        "digits and underscores and begins with a letter"
+    ),
     f"`str` matching regex {_KWARG!r}": (
         "NAME, NAME:int[0,10], NAME:float[0,1], NAME:bool, NAME:a|b or NAME:any"
     ),

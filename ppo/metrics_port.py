@@ -1,14 +1,20 @@
 """Serve the metrics of a training run to Prometheus over HTTP."""
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final
 
 from envserve.client import BatchStats
 from envserve.monitoring.metrics_port import MetricsPort
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
+
+#: Names of the metrics that are not in the rows of a run.
+_OTHER_METRICS: Final = (
+    *("ppo_env_steps_total", "ppo_rows_total", "ppo_lane_events_total"),
+    "ppo_batch_seconds",
+)
 
 
 class TrainerMetrics(MetricsPort):
@@ -38,9 +44,9 @@ class TrainerMetrics(MetricsPort):
 
         steps, row, stats = self._latest
         yield CounterMetricFamily("ppo_env_steps", "Env steps of this run.", steps)
-        for name, value in row.items():
-            name = re.sub(r"\W", "_", f"ppo_{name}", flags=re.ASCII)
-            yield GaugeMetricFamily(name, "See 'Training metrics' in the docs.", value)
+        text = "See 'Training metrics' in the docs."
+        for exported, name in _unique_names(row).items():
+            yield GaugeMetricFamily(exported, text, row[name])
         if stats is None:
             return
         text = "Rows of all batch steps, by status."
@@ -59,3 +65,18 @@ class TrainerMetrics(MetricsPort):
         for quantile, seconds in stats.latency_seconds.items():
             latency.add_metric([quantile], seconds)
         yield latency
+
+
+def _unique_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a dict from unique names of Prometheus metrics to names in a row.
+
+    Other characters than letters, digits and `_` become `_`. If this results in the
+    name of another metric, `_` is appended.
+    """
+    unique: dict[str, str] = {}
+    for name in sorted(names, key=lambda x: (not re.fullmatch(r"\w+", x, re.A), x)):
+        exported = re.sub(r"\W", "_", f"ppo_{name}", flags=re.ASCII)
+        while exported in unique or exported in _OTHER_METRICS:
+            exported += "_"
+        unique[exported] = name
+    return unique

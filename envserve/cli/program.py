@@ -409,9 +409,13 @@ def _given_options(
     has_file = "--config" in flags and "config" in parsed
     file = _read_file(parser, parsed["config"], flags) if has_file else {}
     variables = environment()
+    # The argument ENV overrides a variable or file that sets the option --env.
+    given = {f"--{o.name}" for o in options if not o.flag and parsed.get(o.name)}
     for option in options:
         if option.name in parsed:
             yield option, parsed[option.name], ""
+        elif option.flag in given:
+            continue
         elif text := variables.get(option.variable):
             source = f"environment variable {option.variable}: "
             yield option, text.split() if option.is_list else text, source

@@ -160,6 +160,11 @@ def _describe(space: Any, has_optional: bool) -> dict[str, Any]:
         }
         if kind == "multi_binary" and has_optional:
             description["n"] = _compact(space.n)
+        if kind == "box" and has_optional and space.dtype.kind == "i":
+            # An infinite bound of integers is stored as the limit of the dtype.
+            for name in _OPTIONAL_FIELDS[kind]:
+                flag = np.asarray(getattr(space, name))  # may be an np.bool_
+                description |= {} if flag.all() else {name: _compact(flag)}
         return description
     children = [_describe(child, has_optional) for child in children_of(space, kind)]
     if kind == "tuple":
@@ -255,7 +260,9 @@ def _restore(
     if kind in _FIXED_SHAPE_SPACES:
         names, build = _FIXED_SHAPE_SPACES[kind]
         dtype = codec.dtype_from_code(description["dtype"])
-        optional = {"n": description.get("n")} if kind == "multi_binary" else {}
+        optional = {
+            name: description.get(name) for name in _OPTIONAL_FIELDS.get(kind, ())
+        }
         return build(budget, dtype, *(description[name] for name in names), **optional)
     if kind != "tuple" and kind not in _ENCODED_SPACES:
         kind_text = (
@@ -304,7 +311,22 @@ def _expand(budget: _SpaceBudget, value: Any, dtype: np.dtype[Any]) -> Array:
     return value
 
 
-def _box(budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any) -> Space[Any]:
+def _box(
+    budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any, **flags: Any
+) -> Space[Any]:
+    box = _box_of_bounds(budget, dtype, low, high)
+    for name, value in flags.items():
+        if value is not None:
+            flag = _expand(budget, value, np.dtype(bool))
+            if flag.shape != box.shape:
+                raise SpaceError(f"expected low and {name} to have the same shape")
+            vars(box)[name] = vars(box)[name] & flag
+    return box
+
+
+def _box_of_bounds(
+    budget: _SpaceBudget, dtype: np.dtype[Any], low: Any, high: Any
+) -> spaces.Box[Any]:
     if not isinstance(low, dict) or not isinstance(high, dict):
         low, high = _expand(budget, low, dtype), _expand(budget, high, dtype)
         return spaces.Box(low, high, dtype=dtype.type)
@@ -352,6 +374,11 @@ _FIXED_SHAPE_SPACES: Final[dict[str, tuple[tuple[str, ...], _Build]]] = {
     "discrete": (("n", "start"), _discrete),
     "multi_binary": (("shape",), _multi_binary),
     "multi_discrete": (("nvec", "start"), _multi_discrete),
+}
+#: Attributes that a description may omit, by the kind of the space.
+_OPTIONAL_FIELDS: Final[dict[str, tuple[str, ...]]] = {
+    "box": ("bounded_below", "bounded_above"),
+    "multi_binary": ("n",),
 }
 #: For each kind of space whose values are encoded: the attributes that define a space,
 #: and a builder that takes the inner spaces and these attributes.

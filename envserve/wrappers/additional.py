@@ -236,9 +236,9 @@ def _check_range(part: str, space: spaces.Space[Any]) -> None:
     hint = f"set {part} = false"
     if not isinstance(space, spaces.Box):
         raise SpaceError(f"expected a Box as {part} space; got {space}; {hint}")
-    low, high = np.atleast_1d(space.low), np.atleast_1d(space.high)
-    if not _is_float(space):
-        low, high = low.astype(np.float64), high.astype(np.float64)
+    # An infinite bound of integers is stored as the limit of the dtype.
+    low = np.where(space.bounded_below, np.atleast_1d(space.low), -np.inf)
+    high = np.where(space.bounded_above, np.atleast_1d(space.high), np.inf)
     with np.errstate(over="ignore"):
         span = high - low
     is_invalid = ~(np.isfinite(span) & (span > 0))

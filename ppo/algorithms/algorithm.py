@@ -9,13 +9,14 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, get_origin, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 import gymnasium
 import msgspec
 
 from ppo.agent.agent import Agent
 from ppo.config.config import Config
+from ppo.config.named_configs import parse_value
 from ppo.errors import ConfigError, suggestion
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.rollout import Rollout
@@ -176,13 +177,11 @@ class Algorithm(abc.ABC):
                 )
         hints = get_type_hints(kind) if kind else {}
         for name, value in table.items():
-            # Without the type, `--set` cannot tell a tuple of texts from a text, or a
-            # tuple with one element from a number.
-            is_array = get_origin(hints[name]) in (tuple, list)
-            if is_array and isinstance(value, str):
-                words = map(str.strip, value.split(","))
-                table[name] = [word for word in words if word]
-            elif is_array and not isinstance(value, list):
+            if isinstance(value, str):
+                table[name] = _parse_text(name, value, hints[name])
+            elif get_origin(hints[name]) in (tuple, list) and not isinstance(
+                value, list
+            ):
                 table[name] = [value]
         try:
             return kind and msgspec.convert(table, kind)
@@ -190,3 +189,13 @@ class Algorithm(abc.ABC):
             raise ConfigError(
                 f"Invalid setting of {config.algorithm}: {error}; got {table}."
             ) from error
+
+
+def _parse_text(name: str, text: str, hint: Any) -> Any:
+    """Parse the text of a setting, for example from `--set`, by its annotated type."""
+    if get_origin(hint) not in (tuple, list):
+        is_simple = hint in (bool, int, float, str)
+        return parse_value(name, text, hint if is_simple else None)
+    if str not in get_args(hint) or text.startswith("["):
+        return parse_value(name, text, list)
+    return [word for word in map(str.strip, text.split(",")) if word]

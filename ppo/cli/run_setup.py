@@ -202,7 +202,8 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
     texts = [
         f"{key} = {json.dumps(run_values[key])} (not {json.dumps(values.get(key))})"
         for key in run_values
-        if key not in excluded and run_values[key] != values.get(key)
+        if key not in excluded
+        and _as_text(run_values[key]) != _as_text(values.get(key))
     ]
     if not texts:
         return ""
@@ -210,6 +211,11 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
         f"The run keeps its settings, which differ from {name}: {', '.join(texts)}. "
         "Use --set to change them."
     )
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as JSON; `--set` stores settings of user algorithms as text."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def save_env_source(plan: RunPlan) -> None:

@@ -392,17 +392,13 @@ def apply_settings(config: Config, settings: Iterable[str]) -> Config:
             key, equals, text = setting.partition("=")
             if not equals:
                 raise ConfigError(f"expected key=value, got {setting!r}.")
-            kind: type[Any] | None = type(current.get(key, ""))
             if key not in vars(config) and ":" in config.algorithm:
-                # The current value may be a number although the setting is a tuple.
-                kind = str if isinstance(current.get(key), str) else None
-            try:
-                changes[key] = _parse_value(text.strip(), kind)
-            except RecursionError:
-                raise ConfigError(
-                    f"{key}: expected a value with fewer nested levels, got "
-                    f"{text:.40}...."
-                ) from None
+                # The type is not known until the user's class is loaded.
+                changes[key] = text.strip()
+            else:
+                changes[key] = parse_value(
+                    key, text.strip(), type(current.get(key, ""))
+                )
         return config.replace(**changes)
     except ConfigError as error:
         raise ConfigError(f"--set: {error}") from None
@@ -455,14 +451,19 @@ def _run_config(path: Path) -> Config:
     return config
 
 
-def _parse_value(text: str, kind: type[Any] | None) -> Any:
+def parse_value(key: str, text: str, kind: type[Any] | None) -> Any:
     """Parse the text of a setting; return invalid text, or invalid list items, as str.
 
-    `Config` then rejects the value with an error that names the expected type.
+    The value must then be checked, with an error that names the expected type.
 
     Args:
+      key: Name of the setting.
       text: The text after the equals sign.
-      kind: Type of the setting's current value; None if it is not known.
+      kind: Expected type: bool, int, float, str, or another type for lists and tables;
+        None to infer the type from the text.
+
+    Raises:
+      ConfigError: The text is nested too deeply.
     """
     if kind is None:
         types = [type(_as_number(word)) for word in text.split(",")]
@@ -473,14 +474,18 @@ def _parse_value(text: str, kind: type[Any] | None) -> Any:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
         return _as_number(text)
-    # The tuple `names=a,b` of a user's algorithm is stored as text.
-    if kind is str and text[:1] != "[":
+    if kind is str:
         return text
-    for read in (json.loads, _toml_value):
-        with contextlib.suppress(ValueError):
-            value = read(text)
-            if isinstance(value, list | dict):
-                return value
+    try:
+        for read in (json.loads, _toml_value):
+            with contextlib.suppress(ValueError):
+                value = read(text)
+                if isinstance(value, list | dict):
+                    return value
+    except RecursionError:
+        raise ConfigError(
+            f"{key}: expected a value with fewer nested levels, got {text:.40}...."
+        ) from None
     words = map(str.strip, text.strip("[]()").split(","))
     return [_as_number(word) for word in words if word]
 

@@ -251,6 +251,29 @@ def test_the_command_line_overrides_variables_which_override_the_file(
     assert host.lease_seconds == HostSettings().lease_seconds
 
 
+def test_an_argument_overrides_a_variable_and_a_file(
+    tmp_path: Path,
+    settings: list[HostSettings],
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('env = ["Acrobot-v1"]')
+    config = ("--config", str(file))
+    monkeypatch.setenv("ENVSERVE_ENV", "Pendulum-v1 Taxi-v4")
+    assert run("envserve", "start", "CartPole-v1", *config)[0] == 0
+    assert run("envserve", "start", "A-v0", "--env", "B-v0", *config)[0] == 0
+    assert run("envserve", "start", *config)[0] == 0
+    monkeypatch.delenv("ENVSERVE_ENV")
+    assert run("envserve", "start", "CartPole-v1", *config)[0] == 0
+    first = parse(start_command.start, ["A-v0", *config], "envserve start")["given"]
+    assert first.words("config") == ["A-v0"]
+    assert [host.env_names for host in settings] == [
+        *(("CartPole-v1",), ("A-v0", "B-v0"), ("Pendulum-v1", "Taxi-v4")),
+        ("CartPole-v1",),
+    ]
+
+
 def test_variables_can_set_all_options_of_a_server_except_those_for_ray() -> None:
     options = options_of(start_command.start)
     without = {option.flag for option in options if not option.variable}

@@ -196,7 +196,7 @@ def test_an_invitation_in_clients_has_an_expiry_time() -> None:
         (f"ci {PUBLIC} envs=a,", r"^envs: expected a str of length >= 1; got 'a,'$"),
         (
             f"ci {PUBLIC} expose=level,see:level",
-            "^expose: expected NAME, get:NAME, .* or call:NAME; got 'level,see:level'$",
+            "^expose: expected NAME, get:NAME, .*; got 'level,see:level'$",
         ),
         (f"ci {PUBLIC} kwargs=level:int[0,10", "exp"),
         (

@@ -41,6 +41,11 @@ def test_every_kind_of_space_makes_the_round_trip(make_batch: MakeBatch) -> None
         batch = make_batch("envserve/Echo-v0", 2, 1, seed=0, env_kwargs={"space": name})
         assert spaces_equal(batch.observation_space, space), name
         assert spaces_equal(batch.action_space, space), name
+        (seen_space, _) = batch.get_attr("action_space")
+        if isinstance(space, spaces.Box):
+            restored: Any
+            for restored in (batch.observation_space, batch.action_space, seen_space):
+                assert restored.is_bounded() == space.is_bounded(), name
         first = batch.reset()
         if isinstance(space, spaces.Dict):
             assert list(first) == list(space.spaces), "the order of its keys"

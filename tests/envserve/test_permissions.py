@@ -150,6 +150,16 @@ def test_empty_ranges_are_rejected() -> None:
             HostSettings(allowed_kwargs=frozenset({"x", rule}))
 
 
+@pytest.mark.parametrize("name", ["_x", "Level", "maxSteps", "", "a.b", 65 * "a"])
+def test_no_option_is_suggested_for_a_name_that_cannot_be_exposed(name: str) -> None:
+    for kind in ("get", "set", "call"):
+        with pytest.raises(ValueError, match=r"NAME has lower-case .* begins"):
+            HostSettings(exposed=frozenset({f"{kind}:{name}"}))
+        with pytest.raises(Rejection, match="; add an attribute with such a n") as got:
+            check_call(HostSettings(), kind, name, 0)
+        assert "--expose" not in str(got.value)
+
+
 @pytest.mark.parametrize("rule", ["x:level", "get:", "Level", "get:a:b", "__class__"])
 def test_malformed_exposure_rules_are_rejected(rule: str) -> None:
     with pytest.raises(ValueError, match=r"exposed\[0\]: expected NAME, get:NAME,"):

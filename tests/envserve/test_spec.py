@@ -31,6 +31,11 @@ MORE_SPACES: dict[str, Space] = {
     "half_bounded": spaces.Box(np.array([0, -inf]), np.array([inf, 1]), dtype=float),
     "scalar_unbounded": spaces.Box(-inf, inf, (), np.float64),
     "widest_int64": spaces.Box(-(2**63), 2**63 - 1, (2,), np.int64),
+    "unbounded_int32": spaces.Box(-inf, inf, (2, 3), np.int32),
+    "scalar_unbounded_int64": spaces.Box(-inf, inf, (), np.int64),
+    "half_bounded_int32": spaces.Box(
+        np.array([0, -inf]), np.array([inf, 1]), dtype=np.int32
+    ),
     "widest_uint64": spaces.Box(0, 2**64 - 1, (2,), np.uint64),
     "bool_box": spaces.Box(0, 1, (3,), np.bool_),
     "empty_box": spaces.Box(0.0, 1.0, (0, 3), np.float32),
@@ -57,9 +62,12 @@ def encode_and_restore(space: Space) -> Space:
     return restore(codec.decode(codec.encode(describe(space)), max_bytes=1 << 24))
 
 
-def bounds(space: Space) -> list[tuple[bytes, bytes]]:
+def bounds(space: Space) -> list[tuple[bytes, ...]]:
     return [
-        (leaf.space.low.tobytes(), leaf.space.high.tobytes())
+        tuple(
+            getattr(leaf.space, name).tobytes()
+            for name in ("low", "high", "bounded_below", "bounded_above")
+        )
         for leaf in leaves_of(space)
         if isinstance(leaf.space, spaces.Box)
     ]
@@ -73,7 +81,7 @@ def layout(space: Space) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize("name", ALL_SPACES)
 def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
     space = ALL_SPACES[name]
-    again = encode_and_restore(space)
+    again = encode_and_restore(encode_and_restore(space))  # as a server does
     assert again == space
     assert spaces_equal(again, space)
     assert bounds(again) == bounds(space)
@@ -81,7 +89,11 @@ def test_restoring_a_described_space_returns_an_equal_space(name: str) -> None:
 
 
 def test_servers_of_older_releases_describe_the_same_spaces() -> None:
-    space = spaces.Dict(a=spaces.MultiBinary([7]), b=spaces.MultiBinary(7))
+    space = spaces.Dict(
+        a=spaces.MultiBinary([7]),
+        b=spaces.MultiBinary(7),
+        c=spaces.Box(-inf, inf, (2,), np.int8),
+    )
     older = restore(describe(space, has_optional=False))
     assert older != space
     assert spaces_equal(older, space)
@@ -297,6 +309,18 @@ HOSTILE: dict[str, Any] = {
     "nan_array": box(10, np.array([np.nan], np.float32), np.ones(1, np.float32)),
     "nan_as_int": box(1, np.array([np.nan]), np.array([1.0])),
     "low_above_high": box(10, filled([2], 1.0), filled([2], 0.0)),
+    "flags_differ": {
+        **box(4, filled([2]), filled([2], 1)),
+        "bounded_below": filled([3], 0),
+    },
+    "flags_are_numbers": {
+        **box(4, filled([2]), filled([2], 1)),
+        "bounded_above": np.zeros(2),
+    },
+    "flags_huge": {
+        **box(4, filled([2]), filled([2], 1)),
+        "bounded_above": filled([2**30], 0),
+    },
     "shapes_differ": box(10, filled([2]), filled([3], 1.0)),
     "bounds_are_lists": box(10, [0.0], [1.0]),
     "many_dimensions": box(1, filled([1] * 100), filled([1] * 100)),

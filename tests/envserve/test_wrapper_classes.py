@@ -288,16 +288,21 @@ def test_range_normalize_converts_bytes_to_floats() -> None:
 
 
 @pytest.mark.parametrize(
-    "bounds",
-    [([0, -np.inf], [1, np.inf]), ([0, -3.4e38], [1, 3.4e38]), ([0, 1], [1, 1])],
-    ids=["infinite", "as good as infinite", "equal"],
+    ("dtype", "bounds"),
+    [
+        (np.float32, ([0, -np.inf], [1, np.inf])),
+        (np.float32, ([0, -3.4e38], [1, 3.4e38])),
+        (np.float32, ([0, 1], [1, 1])),
+        (np.int32, ([0, -np.inf], [1, 1])),
+        (np.int8, ([0, 1], [1, np.inf])),
+    ],
 )
 @pytest.mark.parametrize("part", ["observation", "action"])
 def test_range_normalize_rejects_bounds_without_a_finite_range(
-    part: str, bounds: Any
+    part: str, dtype: Any, bounds: Any
 ) -> None:
-    low, high = bounds
-    space = spaces.Box(np.array(low, np.float32), np.array(high, np.float32))
+    low, high = (np.array(bound, np.float32) for bound in bounds)
+    space = spaces.Box(low, high, dtype=dtype)
     env = Bounded(space, BOX) if part == "observation" else Bounded(BOX, space)
     with pytest.raises(
         EnvStartError, match=rf"finite bounds.*at \[1\]; set {part} = false"

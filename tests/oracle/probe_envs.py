@@ -43,6 +43,7 @@ SPACES: Final[dict[str, spaces.Space[Any]]] = {
     "uneven_box": spaces.Box(
         np.array([-1.0, -np.inf, 0.0]), np.array([1.0, np.inf, 5.0]), dtype=np.float64
     ),
+    "unbounded_integers": spaces.Box(-np.inf, np.inf, (3,), np.int32),
     "discrete": spaces.Discrete(5),
     "discrete_start": spaces.Discrete(5, start=-2),
     "multi_binary": spaces.MultiBinary((2, 2)),

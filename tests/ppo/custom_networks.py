@@ -43,10 +43,9 @@ class Linear(keras.Model):
 class Stack(keras.Model):
     """A model with layers in a list."""
 
-    def __init__(self, action_size: int, seed: int) -> None:
+    def __init__(self, action_size: int, seed: int, stack: list[Any]) -> None:
         super().__init__()
-        start = keras.initializers.GlorotUniform(seed)
-        self.stack = [keras.layers.Dense(n, kernel_initializer=start) for n in (8, 4)]
+        self.stack = stack
         self.head = Linear(action_size, seed)
 
     def call(self, observation: Any) -> Any:
@@ -58,7 +57,32 @@ class Stack(keras.Model):
 def layers_in_a_list(
     space: Any, action_size: int, config: Any, seed: int
 ) -> keras.Model:
-    return Stack(action_size, seed)
+    start = keras.initializers.GlorotUniform(seed)
+    stack = [keras.layers.Dense(n, kernel_initializer=start) for n in (8, 4)]
+    return Stack(action_size, seed, stack)
+
+
+class Parallel(keras.layers.Layer):
+    """A layer with layers in a set or frozenset, which is in a dict."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.parts = {"all": kind([keras.layers.Dense(8), keras.layers.Dense(8)])}
+
+    def build(self, shape: Any) -> None:
+        for part in self.parts["all"]:
+            part.build(shape)
+
+    def call(self, observation: Any) -> Any:
+        return sum(part(observation) for part in self.parts["all"])
+
+
+def layers_in_a_set(space: Any, size: int, config: Any, seed: int) -> keras.Model:
+    return Stack(size, seed, [Parallel(set)])
+
+
+def layers_in_a_frozenset(space: Any, size: int, config: Any, seed: int) -> keras.Model:
+    return Stack(size, seed, [Parallel(frozenset)])
 
 
 class Unusual(keras.Model):

@@ -339,6 +339,12 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
     with pytest.raises(ConfigError, match="whose algorithm is ppo; omit CONFIG"):
         remark(Config(env_name="Pendulum-v1"), file)
     assert remark(sac, "Pendulum-v1") == ""
+    file.write_text('env_name = "Pendulum-v1"\nalgorithm = "/my.py:Mine"\nspeed = 0.1')
+    mine = Config(env_name="Pendulum-v1", algorithm="/my.py:Mine")
+    assert remark(apply_settings(mine, ["speed=0.1"]), file) == ""
+    assert 'speed = "0.2" (not 0.1)' in remark(
+        apply_settings(mine, ["speed=0.2"]), file
+    )
 
 
 def test_resuming_is_not_suggested_after_errors_that_would_recur(

@@ -97,6 +97,8 @@ def test_model_gets_the_input_space_without_the_action_mask() -> None:
         ("without_checkpoint", r"expected a keras\.Model .* with trackables"),
         ("without_variables", r"expected trainable_variables, .* got \[\]"),
         ("with_empty_trackables", r"trackables with all .* would not store \['"),
+        ("layers_in_a_set", r"^Dense dense\w*: expected .* lists, .* in a set, which"),
+        ("layers_in_a_frozenset", r"^Dense dense\w*: .* in a set, which"),
         ("dropout", r"inference mode, .* changed the variable .*seed"),
         ("normalization", "two calls with the same row had different outputs"),
         ("random", "two calls with the same row had different outputs"),

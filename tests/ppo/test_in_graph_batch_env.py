@@ -29,6 +29,7 @@ def batch_of(num_envs: int, **named: Any) -> InGraphBatchEnv:
         (SPACES.Box(0.0, 1.0, (1,), np.float64), [[0.0], [1.0]], [[0.5], [1.0]]),
         (SPACES.Box(-np.inf, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [-7.0]]),
         (SPACES.Box(0.0, np.inf, (1,)), [[7.0], [-7.0]], [[7.0], [0.0]]),
+        (SPACES.Box(-np.inf, np.inf, (1,), np.int64), [[7.4], [-7.0]], [[7], [-7]]),
         (SPACES.Box(0, 255, (1,), np.uint8), [[1.5], [-1.5]], [[255], [0]]),
         (SPACES.Box(-2, 2, (1,), np.int8), [[0.9], [-0.9]], [[2], [-2]]),  # rounded
         (SPACES.Box(-10, 10, (1,), np.int8), [[20.0], [-20.0]], [[10], [-10]]),

@@ -2,6 +2,7 @@
 
 import math
 import urllib.request
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +17,13 @@ from ppo.train import Progress
 def read(address: str) -> dict[str, float]:
     with urllib.request.urlopen(address, timeout=60) as response:
         text = response.read().decode()
-    return {
-        " ".join([name, *labels.values()]): value
+    samples = [
+        (" ".join([name, *labels.values()]), value)
         for family in text_string_to_metric_families(text)
         for name, labels, value, *_ in family.samples
-    }
+    ]
+    assert len(dict(samples)) == len(samples), "names of samples are unique"
+    return dict(samples)
 
 
 STATS = BatchStats(
@@ -48,6 +51,26 @@ def test_latest_row_and_statistics_of_the_envs_are_served() -> None:
         "ppo_lane_events_total restarts local": 2,
         "ppo_batch_seconds p50": 0.25,
     }
+
+
+def test_names_are_unique_and_valid() -> None:
+    names = ("a.b", "a_b", "a-b", "a b_", "a_b_", "ä", "", "\n", "\0", "rows_total")
+    row = {name: float(index) for index, name in enumerate(names)}
+    row |= {"env_steps_total": 10.0, "env_steps": 11.0, "batch_seconds": 12.0}
+    row |= {"lane_events_total": 13.0, "lane_events": 14.0, "rows": 15.0}
+    lane = 'ipc:///tmp/\n\r\0"\\ü'
+    stats = replace(STATS, lanes={lane: {"restarts": 2}})
+    with TrainerMetrics(0) as metrics:
+        metrics.update(20, row, stats)
+        found = read(metrics.address)
+        metrics.update(20, dict(reversed(row.items())), stats)
+        assert read(metrics.address) == found
+    assert found.pop("ppo_env_steps_total") == 20
+    assert (found["ppo_a_b"], found["ppo_a_b_"]) == (1, 4)
+    assert found.pop(f"ppo_lane_events_total restarts {lane}") == 2
+    assert found.pop("ppo_batch_seconds p50") == 0.25
+    assert [found.pop(f"ppo_rows_total {k}") for k in ("OK", "WORKER_DIED")] == [17, 3]
+    assert sorted(found.values()) == [*range(len(row))]
 
 
 def test_metrics_of_an_evaluation_are_served_until_the_next_one() -> None:

@@ -43,6 +43,7 @@ BOXES = {
     "asymmetric": SPACES.Box(-2.0, 5.0, (2, 2), FLOAT64),
     "integers": SPACES.Box(0, 9, (2,), INT8),
     "unbounded": SPACES.Box(-np.inf, np.inf, (1,)),
+    "unbounded integers": SPACES.Box(-np.inf, np.inf, (2,), INT64),
     "half bounded": HALF_BOUNDED,
     "largest": SPACES.Box(-MAX, MAX, (2,)),
     "largest integers": SPACES.Box(0, 2**64 - 1, (9,), UINT64),

@@ -111,12 +111,20 @@ def check_call(host: HostSettings, kind: str, name: str, env_index: int) -> None
     if is_exposed and _ATTRIBUTE_NAME.fullmatch(name):
         return
     exposed = ", ".join(sorted(host.exposed | _ALWAYS_EXPOSED.keys()))
+    advice = (
+        f"The operator can allow it with --expose {kind}:NAME and, if this client's "
+        f"line in the clients file has expose=, must add it there too"
+    )
+    if not _ATTRIBUTE_NAME.fullmatch(name):
+        advice = (
+            "A server allows only names of lower-case letters, digits and underscores "
+            "that begin with a letter and have at most 64 characters; add an attribute "
+            "with such a name to the env"
+        )
     raise Rejection(
         ErrorCode.REFUSED,
         f"{kind} of {name[:64]!r} is not allowed; allowed: {exposed} "
-        f"(NAME alone means get:NAME and call:NAME). The operator can allow it with "
-        f"--expose {kind}:NAME and, if this client's line in the clients file has "
-        f"expose=, must add it there too",
+        f"(NAME alone means get:NAME and call:NAME). {advice}",
         env_index=env_index,
     )
 

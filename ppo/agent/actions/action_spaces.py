@@ -171,7 +171,7 @@ class _BoxActions(ActionAdapter):
 
     def __init__(self, space: gymnasium.spaces.Box, config: Config | None) -> None:
         super().__init__(space)
-        is_bounded = np.isfinite(space.low) & np.isfinite(space.high)
+        is_bounded = space.bounded_below & space.bounded_above
         # Use float64, because the sum of two float32 bounds can overflow.
         self._low = np.where(is_bounded, space.low, -1.0).astype(np.float64)
         self._high = np.where(is_bounded, space.high, 1.0).astype(np.float64)
@@ -182,7 +182,9 @@ class _BoxActions(ActionAdapter):
             # In float64, the largest 64-bit integers are rounded up to a power of two,
             # which would wrap around when it is cast back.
             bits = 8 * space.dtype.itemsize - (space.dtype.kind == "i")
-            self._high = np.minimum(self._high, math.nextafter(2.0**bits, 0.0))
+            limit = math.nextafter(2.0**bits, 0.0)
+            self._low = space.low.astype(np.float64)
+            self._high = np.minimum(space.high.astype(np.float64), limit)
         self._is_clipped = not (
             np.isinf(space.low).all() and np.isinf(space.high).all()
         )
