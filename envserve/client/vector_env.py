@@ -251,7 +251,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         return self.call("render")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the envs, within 2 seconds even if one hangs."""
+        """Close the envs; see `BatchEnv.close` for the time limits."""
         if pending := self._batch.pending:
             gymnasium.logger.warn(
                 f"Calling `close` while waiting for a pending call to "

@@ -53,8 +53,7 @@ from envserve.wrappers.specs import wrappers_from_plain
 #: actions. Polling is worthwhile because waking up a sleeping core takes longer than a
 #: step of a light env. Workers poll only if there is a core for each of them.
 _SPIN_SECONDS: Final = 400e-6
-#: Maximum time to wait for running resets before the envs are closed. The pool kills
-#: workers that have not exited after twice this time.
+#: Maximum time to wait for running resets of spare envs before all envs are closed.
 _CLOSE_SECONDS: Final = 0.5
 #: Errors whose messages are sufficient without a traceback, unless they have a cause.
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
