@@ -83,9 +83,13 @@ def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     return dict(attribute_of(batch, "metadata") or {})
 
 
-def spec_of(batch: BatchEnv) -> gymnasium.envs.registration.EnvSpec | None:
-    """Return the spec of the first env; if it cannot be read, the registered one."""
-    return attribute_of(batch, "spec") or gymnasium.registry.get(batch.spec.env_name)
+def specs_of(batch: BatchEnv) -> list[gymnasium.envs.registration.EnvSpec | None]:
+    """Return the spec of each env, or the registered one if it cannot be read."""
+    specs: list[Any] = [None] * batch.num_envs
+    with contextlib.suppress(CallError):
+        specs = batch.get_attr("spec")
+    registered = gymnasium.registry.get(batch.spec.env_name)
+    return [spec or registered for spec in specs]
 
 
 def attribute_of(batch: BatchEnv, name: str) -> Any:
