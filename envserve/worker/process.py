@@ -120,7 +120,7 @@ def run(
 def _build_message_of(fields: dict[str, Any]) -> BuildMessage:
     """Return the content of BUILD; unpickle the functions and arguments of envs."""
     wrappers = wrappers_from_plain(fields.pop("wrappers"))
-    code = UserCode.loads(fields.pop("pickled_code"))
+    code = UserCode.loads(fields.pop("pickled_code"), fields["env_name"])
     kwargs = fields["env_kwargs"]
     all_kwargs = kwargs if isinstance(kwargs, list) else [kwargs]
     for plain, pickled in zip(all_kwargs, code.kwargs, strict=False):

@@ -250,8 +250,9 @@ def test_one_env_may_collect_its_frames_itself(registry: None) -> None:
         def render(self) -> Any:
             return [np.zeros((2, 2, 3), np.uint8)] * 3
 
-    gymnasium.register("Film-v0", FilmEnv)
-    envs: list[Any] = [FilmEnv, "Film-v0"]
+    film: Any = FilmEnv
+    gymnasium.register("Film-v0", film)
+    envs: list[Any] = [film, "Film-v0"]
     for each in envs:
         env: Any = envserve.make(each, render_mode="rgb_array_list")
         with contextlib.closing(env):
