@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from envserve.host_resources import num_cores
 from envserve.keys.grant import Grant
 from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_protocol import ServerProtocol
@@ -159,6 +160,15 @@ def test_a_key_may_use_all_workers_with_one_lease() -> None:
     server = KeyServer(grant(), num_workers=4, max_processes=4)
     server.attach(num_envs=4)
     assert server.pools["ann", 1].config.num_workers == 4
+
+
+def test_by_default_a_key_may_use_three_leases_with_all_workers() -> None:
+    many = 2 * num_cores()
+    server = KeyServer(grant(), num_workers=many, max_processes=None)
+    for _ in range(3):
+        server.attach(num_envs=many)
+    used = f"ann uses {3 * many} of its {3 * many} processes and requested 1 more"
+    assert server.reject().text.startswith(used)
 
 
 def test_users_without_a_key_may_use_all_processes() -> None:
