@@ -371,4 +371,9 @@ class Lane(Protocol):
         """Ask all envs to close, without waiting."""
 
     def close(self) -> None:
-        """Close all envs, within 2 seconds even if one hangs; idempotent."""
+        """Close all envs; idempotent.
+
+        Local envs have 10 s for `close`, after which their workers are killed; workers
+        that are still executing another operation are killed after 1 s. Servers close
+        their envs with the same limits, but this method waits at most 2 s for them.
+        """

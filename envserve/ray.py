@@ -39,6 +39,9 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
     server that was stopped is not restarted. If Ray drains a node that is about to be
     shut down, its servers drain too, and are restarted on other nodes. Keys are not
     sent through Ray: each server uses the keys on its node.
+
+    At the end of a `with` block, the servers have 60 s to drain. If their --drain-grace
+    is longer, call `stop` with a longer timeout before that.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
                 if not found:
                     raise ServerError(f"{address}: {output}")
         except BaseException as error:
-            self.stop(10)
+            self._stop(10)
             if not isinstance(error, ray.exceptions.RayError | ValueError):
                 raise
             text = f"{last_line(error)}; see `ray status` and `ray list actors`"
@@ -107,12 +110,28 @@ class EnvServers(contextlib.AbstractContextManager["EnvServers"]):
         Args:
           timeout: Seconds until servers are killed; should exceed their --drain-grace.
         """
+        num_servers = len(self._actors)
+        if num_killed := self._stop(timeout):
+            _LOGGER.warning(
+                "%d of %d servers had not stopped after %g s and were killed; their "
+                "running episodes are lost; call stop() with a timeout that exceeds "
+                "--drain-grace",
+                num_killed,
+                num_servers,
+                timeout,
+            )
+
+    def _stop(self, timeout: float) -> int:
+        """Stop the servers; return the number of those that had to be killed."""
         actors, self._actors = self._actors, []
-        if ended := [actor.end.remote() for actor in actors]:
-            ray = connect_to_cluster()
-            ray.wait(ended, num_returns=len(ended), timeout=timeout)
-            for actor in actors:
-                ray.kill(actor)
+        if not actors:
+            return 0
+        ray = connect_to_cluster()
+        ended = [actor.end.remote() for actor in actors]
+        _, late = ray.wait(ended, num_returns=len(ended), timeout=timeout)
+        for actor in actors:
+            ray.kill(actor)
+        return len(late)
 
     def __exit__(self, *_: object) -> None:
         self.stop()

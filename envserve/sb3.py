@@ -21,7 +21,7 @@ from gymnasium.vector.utils import concatenate, create_empty_array
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
 from envserve.client.step_result import final_observations
-from envserve.client.vector_env import metadata_of, spec_of
+from envserve.client.vector_env import metadata_of, specs_of
 from envserve.errors import CallError, EnvError
 from envserve.slab import Array
 from envserve.text import install_command
@@ -125,9 +125,11 @@ class BatchVecEnv(VecEnv):
         """
         self.batch = batch
         names = ("observation_space", "action_space")
-        #: Attributes that `get_attr` returns without querying the envs.
-        self._local_attributes = {n: getattr(batch, n) for n in names}
-        self._local_attributes["spec"] = spec_of(batch)
+        #: Attributes of each env that `get_attr` returns without querying the envs.
+        self._local_attributes = {
+            n: [getattr(batch, n)] * batch.num_envs for n in names
+        }
+        self._local_attributes["spec"] = specs_of(batch)
         self._lost_info = dict.fromkeys(info_keywords)
         super().__init__(batch.num_envs, batch.observation_space, batch.action_space)
         self.metadata |= metadata_of(batch)
@@ -235,7 +237,7 @@ class BatchVecEnv(VecEnv):
         """
         rows = self._get_indices(indices)
         if attr_name in self._local_attributes:
-            return [self._local_attributes[attr_name] for _ in rows]
+            return [self._local_attributes[attr_name][row] for row in rows]
         try:
             return self.batch.get_attr(attr_name, rows)
         except CallError as error:

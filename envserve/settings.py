@@ -343,10 +343,11 @@ class HostSettings(WorkerSettings):
     """Constructor argument that clients may set: NAME allows numbers and bools;
     NAME:int[0,10], NAME:float[0,1], NAME:bool or 'NAME:a|b' allows only these values;
     NAME:any allows all values, including paths. Repeatable."""
-    max_processes: _Count = field(default_factory=lambda: 4 * num_cores())
+    max_processes: _Count | None = None
     """Maximum number of worker processes for all clients together, raised to --workers
-    if it is lower; by default, four per core. The limit of one key is three quarters
-    of these processes, but at least --workers."""
+    if it is lower; by default, four per core, or four times --workers if that is more.
+    The limit of one key is three quarters of these processes, but at least
+    --workers."""
     lease_seconds: Annotated[float, Meta(gt=0, lt=2.0**63)] = 60.0
     """Seconds without a message from a client after which its lease expires and its
     envs are released."""
@@ -421,6 +422,12 @@ class HostSettings(WorkerSettings):
     def total_envs(self) -> int:
         """The maximum total number of envs in all leases; WELCOME sends it as u32."""
         return min(self.num_workers * self.envs_per_worker, 2**32 - 1)
+
+    @property
+    def total_processes(self) -> int:
+        """The maximum total number of worker processes of all leases."""
+        default = 4 * max(num_cores(), self.num_workers)
+        return max(self.max_processes or default, self.num_workers)
 
     @property
     def max_message_bytes(self) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from envserve.client import BatchEnv
 from envserve.client.make_vec import make_batch
-from envserve.client.vector_env import spec_of
+from envserve.client.vector_env import specs_of
 from envserve.errors import EnvError
 from envserve.spaces.leaves import Array, unbatch
 from envserve.text import install_command
@@ -53,7 +53,7 @@ class BatchVectorEnv(BaseVectorEnv):
         batch.reset_call = "reset(env_id=...)"
         self.env_num = batch.num_envs
         self.is_async = self.is_closed = False
-        self._spec = spec_of(batch)
+        self._specs = specs_of(batch)
         self._last_observations: list[Any] = [None] * self.env_num
         #: Collectors draw random actions from the space of each env.
         self._action_spaces = [
@@ -67,7 +67,7 @@ class BatchVectorEnv(BaseVectorEnv):
         """
         rows = self._wrap_id(id)
         if key == "spec":
-            return [self._spec] * len(rows)
+            return [self._specs[row] for row in rows]
         if key == "action_space":
             return [self._action_spaces[row] for row in rows]
         if key == "observation_space":

@@ -889,7 +889,12 @@ class BatchEnv:
 
     @_exclusive
     def close(self) -> None:
-        """Close all envs, within 2 seconds even if an env hangs; idempotent."""
+        """Close all envs; idempotent.
+
+        Local envs have 10 s for `close`, after which their workers are killed; workers
+        that are still executing another operation are killed after 1 s. Servers close
+        their envs with the same limits, but this method waits at most 2 s for them.
+        """
         if self._unusable or self._is_closing:  # or a signal handler closes it again
             return
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy as copying
 import difflib
 import math
@@ -201,7 +202,8 @@ def make(
     fixed = {"autoreset": "disabled"}
     all_options = {**settings, "actions": settings.get("actions") or "pass"}
     mode = settings["render_mode"]
-    if is_collected := str(mode).endswith("_list"):
+    is_collected = str(mode).endswith("_list") and not _renders_only_lists(env, mode)
+    if is_collected:
         all_options["render_mode"] = mode.removesuffix("_list")
     batch = make_batch(env, 1, addresses, fixed, expected, **all_options)
     result = Env(batch)
@@ -288,9 +290,23 @@ def _add_kwargs(settings: dict[str, Any], added: Mapping[str, Any]) -> None:
 
 def _arguments_of(env: EnvLike) -> Collection[str]:
     """Return the argument names of an env's constructor; empty if it is unknown."""
-    spec = gymnasium.registry.get(env) if isinstance(env, str) else env
-    creator = env_creator_of(spec) if isinstance(spec, EnvSpec) else spec
+    creator = _creator_of(env)
     return arguments_of(creator) if callable(creator) else ()
+
+
+def _renders_only_lists(env: EnvLike, mode: str) -> bool:
+    """Return whether an env has a render mode "..._list", but not the mode "..."."""
+    metadata = None
+    with contextlib.suppress(Exception):  # only the workers may be able to import it
+        metadata = getattr(_creator_of(env), "metadata", None)
+    modes = metadata.get("render_modes") if isinstance(metadata, Mapping) else None
+    return mode in (modes or ()) and mode.removesuffix("_list") not in (modes or ())
+
+
+def _creator_of(env: EnvLike) -> Any:
+    """Return the class or function that creates an env; None if it is unknown."""
+    spec = gymnasium.registry.get(env) if isinstance(env, str) else env
+    return env_creator_of(spec) if isinstance(spec, EnvSpec) else spec
 
 
 def _autoreset_of(mode: object) -> Autoreset:

@@ -83,9 +83,13 @@ def metadata_of(batch: BatchEnv) -> dict[str, Any]:
     return dict(attribute_of(batch, "metadata") or {})
 
 
-def spec_of(batch: BatchEnv) -> gymnasium.envs.registration.EnvSpec | None:
-    """Return the spec of the first env; if it cannot be read, the registered one."""
-    return attribute_of(batch, "spec") or gymnasium.registry.get(batch.spec.env_name)
+def specs_of(batch: BatchEnv) -> list[gymnasium.envs.registration.EnvSpec | None]:
+    """Return the spec of each env, or the registered one if it cannot be read."""
+    specs: list[Any] = [None] * batch.num_envs
+    with contextlib.suppress(CallError):
+        specs = batch.get_attr("spec")
+    registered = gymnasium.registry.get(batch.spec.env_name)
+    return [spec or registered for spec in specs]
 
 
 def attribute_of(batch: BatchEnv, name: str) -> Any:
@@ -251,7 +255,7 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         return self.call("render")
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the envs, within 2 seconds even if one hangs."""
+        """Close the envs; see `BatchEnv.close` for the time limits."""
         if pending := self._batch.pending:
             gymnasium.logger.warn(
                 f"Calling `close` while waiting for a pending call to "

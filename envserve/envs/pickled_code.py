@@ -9,6 +9,7 @@ a server never passes pickled code to its workers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import CodeType, ModuleType
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, NoReturn, Self
 
 import gymnasium
 from gymnasium.envs.registration import EnvSpec, WrapperSpec, load_env_creator
@@ -45,9 +46,12 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Maps env names to the specs to register in each worker. They include all
-        envs that this process has registered, because an env or function may create any
-        of them.
+      specs: Maps env names to the specs to register in each worker. Together with
+        `pickled_specs`, they include all envs that this process has registered, because
+        an env or function may create any of them.
+      pickled_specs: Maps the names of registered envs with code, except the requested
+        env, to pickled pairs of a spec and its part of `main`. They are pickled
+        separately, so that no other env fails if one of them cannot be unpickled.
       env_fns: One function per row, which creates the env of the row; empty if the envs
         are created by name.
       wrappers: Maps names to the classes and functions to register as wrappers in each
@@ -59,7 +63,8 @@ class UserCode:
       copies: The functions that `copy_env_fn` has returned.
     """
 
-    specs: Mapping[str, EnvSpec] = field(default_factory=dict)
+    specs: dict[str, EnvSpec] = field(default_factory=dict)
+    pickled_specs: dict[str, bytes] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
@@ -79,12 +84,16 @@ class UserCode:
         """
         _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
-        specs: dict[str, EnvSpec] = {}
+        specs, pickled_specs = dict[str, EnvSpec](), dict[str, bytes]()
         for name, registered in gymnasium.registry.items():
             package = user_envs.module_of(name).partition(".")[0]
             if package != "gymnasium" or name not in _names_in_gymnasium():
                 original = _original(registered)
-                if _can_be_sent(original):
+                if _has_code(original):
+                    with contextlib.suppress(Exception):  # it cannot be pickled
+                        pair = original, _main_objects(original)
+                        pickled_specs[name] = _pickle(pair)
+                else:
                     specs[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
@@ -110,8 +119,10 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
+        for name in specs:  # the requested env is not pickled separately
+            pickled_specs.pop(name, None)
         main = dict(chain(*(_main_objects(item).items() for item in specs.values())))
-        return reference, cls(specs, env_fns, main=main)
+        return reference, cls(specs, pickled_specs, env_fns, main=main)
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have to be pickled; return the others."""
@@ -163,12 +174,17 @@ class UserCode:
         Raises:
           EnvStartError: A part of the code cannot be pickled, or the code is too large.
         """
-        if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
+        specs = [*self.specs, *self.pickled_specs]
+        if not (specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
         # Pickle all code at once, so that an object that several closures share is
         # included only once.
         try:
             pickled = _pickle(self)
+            while len(pickled) > _MAX_BYTES and self.pickled_specs:
+                largest = max(self.pickled_specs.items(), key=lambda item: len(item[1]))
+                del self.pickled_specs[largest[0]]
+                pickled = _pickle(self)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
             parts = self.specs, self.main, self.wrappers, *self.kwargs, functions
@@ -184,11 +200,15 @@ class UserCode:
         return pickled
 
     @classmethod
-    def loads(cls, pickled: bytes) -> Self:
+    def loads(cls, pickled: bytes, env_name: str) -> Self:
         """Unpickle the code that the pool of the same user has sent.
 
+        Args:
+          pickled: Result of `dumps`.
+          env_name: Name of the requested env.
+
         Raises:
-          EnvStartError: A worker cannot load the code.
+          EnvStartError: A worker cannot load the code of the requested env.
         """
         if not pickled:
             return cls()
@@ -197,11 +217,17 @@ class UserCode:
         user_envs.modules_being_imported.append("the module of a function or class")
         try:
             code: Self = pickle.loads(pickled)
+            for name, pair in code.pickled_specs.items():
+                try:
+                    code.specs[name], main = pickle.loads(pair)
+                except Exception as error:
+                    fail = functools.partial(_fail, str(_unpickling_error(name, error)))
+                    spec = EnvSpec(name, fail, vector_entry_point=fail)
+                    gymnasium.registry.setdefault(name, spec)
+                else:
+                    code.main.update(main)
         except Exception as error:
-            raise EnvStartError(
-                f"workers cannot unpickle the functions and classes that your script "
-                f"passes to them: {type(error).__name__}: {error}"
-            ) from error
+            raise _unpickling_error(env_name, error) from error
         finally:
             user_envs.modules_being_imported.pop()
         for name, value in code.main.items():
@@ -318,16 +344,26 @@ def _main_objects(spec: EnvSpec) -> dict[str, Any]:
     return {name: main[name] for name in names}
 
 
-def _can_be_sent(spec: EnvSpec) -> bool:
-    """Return whether a spec, and the code that it names, can be sent to workers."""
-    has_code = callable(spec.entry_point) or callable(spec.vector_entry_point)
-    main = _main_objects(spec)
-    if not (has_code or spec.kwargs or main):
-        return True
-    try:
-        return len(_pickle((spec, main))) <= _MAX_BYTES
-    except Exception:
-        return False
+def _has_code(spec: EnvSpec) -> bool:
+    """Return whether a spec contains or names code of this process, or large data."""
+    return (
+        callable(spec.entry_point)
+        or callable(spec.vector_entry_point)
+        or bool(spec.additional_wrappers or _main_objects(spec))
+        or not {*map(type, spec.kwargs.values())} <= {bool, int, float, str, type(None)}
+    )
+
+
+def _unpickling_error(env_name: str, error: Exception) -> EnvStartError:
+    return EnvStartError(
+        f"{env_name}: workers cannot unpickle the functions and classes that your "
+        f"script passes to them: {type(error).__name__}: {error}"
+    )
+
+
+def _fail(text: str, **_: Any) -> NoReturn:
+    """Raise the error of an env that cannot be created."""
+    raise EnvStartError(text)
 
 
 def _check_part(name: str, part: object) -> None:

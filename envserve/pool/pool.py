@@ -42,8 +42,9 @@ from envserve.wire.status import LeaseStatus
 from envserve.worker.attribute_calls import encode_call
 from envserve.worker.channel import MessageKind
 
-#: By default, workers that have not exited after this time are killed.
-_CLOSE_GRACE_SECONDS: Final = 1.0
+#: By default, workers whose envs are still being closed after this time are killed: an
+#: env may write a video in `close`, or end a simulator.
+CLOSE_SECONDS: Final = 10.0
 #: Nanoseconds for which workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
 #: Maximum number of absent rows that a status lists.
@@ -374,8 +375,11 @@ class Pool:
 
     # Closing.
 
-    def begin_close(self, grace_seconds: float = _CLOSE_GRACE_SECONDS) -> None:
+    def begin_close(self, grace_seconds: float = CLOSE_SECONDS) -> None:
         """Ask all workers to exit; `collect` continues until `is_closed`.
+
+        Workers that have not begun to close their envs after 1 s, because they are
+        still executing an operation or starting, are killed then.
 
         Args:
           grace_seconds: Time after which workers that are still running are killed. A
@@ -385,10 +389,10 @@ class Pool:
         self._workers.begin_close(grace_seconds)
 
     def close(self) -> None:
-        """Close all workers, by force if necessary, within 2 seconds."""
+        """Close all workers, by force if necessary; see `Lane.close`."""
         if not self._is_released:
             self.begin_close()
-            self._workers.close(_CLOSE_GRACE_SECONDS + 0.8)
+            self._workers.close()
             self._is_released = True
             self._operations.fault_log.log_suppressed(self._clock(), 0.0)
             del self._operations.fault_log  # it uses the slab

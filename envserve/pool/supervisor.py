@@ -51,6 +51,8 @@ _MAX_BACKOFF_SECONDS: Final = 30.0
 _MAX_UNSTARTED: Final = 14
 #: Minimum time between two starts if the worker has completed no step in between.
 _MIN_START_INTERVAL_SECONDS: Final = 0.1
+#: Maximum time to close a process that first has to finish an operation or its start.
+_BUSY_CLOSE_SECONDS: Final = 1.0
 #: Names of the settings that are sent to the worker unchanged.
 _SETTINGS: Final = (
     *(field.name for field in fields(EnvRequest)),
@@ -162,7 +164,7 @@ class SupervisedWorker:
         self._has_ever_stepped = False  # whether any process has completed a step
         self._traceback, self._is_permanent = "", False  # from the FAILED message
         self._kill_status = Status.WORKER_DIED
-        self._close_deadline = math.inf
+        self._close_deadline = self._busy_close_deadline = math.inf
         self._beat, self._beat_at = [0, 0], 0.0
 
     @property
@@ -244,15 +246,33 @@ class SupervisedWorker:
         self.was_replaced = True
         self.kill(f"was replaced because {reason}", now)
 
-    def begin_close(self, kill_at: float) -> None:
-        """Ask the process to exit; kill it if it is still running at `kill_at`."""
+    def begin_close(self, grace_seconds: float, now: float) -> None:
+        """Ask the process to exit; kill it if it is still running after this time.
+
+        A process that has not begun to close its envs after 1 s is killed then.
+        """
         is_repeated = self._close_deadline < math.inf
-        self._close_deadline = min(self._close_deadline, kill_at)
+        self._close_deadline = min(self._close_deadline, now + grace_seconds)
+        if not is_repeated:
+            self._busy_close_deadline = now + _BUSY_CLOSE_SECONDS
         if self.process is None:
             self.abandon()
         elif not is_repeated and self.state is not WorkerState.KILLED:
             self._set_state(WorkerState.CLOSING)
             self.process.channel.send(pack_message(MessageKind.CLOSE))
+
+    @property
+    def is_closing_envs(self) -> bool:
+        """Whether the process executes `close` of its envs."""
+        is_closing = self.state is WorkerState.CLOSING
+        return is_closing and self._is_built and not self.num_unanswered
+
+    @property
+    def kill_at(self) -> float:
+        """Time at which a closing process is killed; infinity before `begin_close`."""
+        if self.is_closing_envs:
+            return self._close_deadline
+        return min(self._close_deadline, self._busy_close_deadline)
 
     def kill_and_wait(self, reason: str, now: float) -> None:
         """Kill the process, wait until it has ended, and do not restart it.
@@ -297,6 +317,8 @@ class SupervisedWorker:
             # its stack may interrupt a system call of the env and falsify the result.
             elif self.state is WorkerState.SERVING:
                 self._on_unexpected_message(message, now)
+            elif self.state is WorkerState.CLOSING and message.kind is MessageKind.DONE:
+                self.num_unanswered -= 1  # the process can now close its envs
         is_at_end = process.channel.is_at_eof
         if is_at_end or self.state is WorkerState.KILLED:
             self.is_ending = is_at_end
@@ -310,9 +332,8 @@ class SupervisedWorker:
         events = self._check_exit(self.process, now)
         if self.process is None:
             return events
-        if now >= self._close_deadline:
-            is_closing = self.state is WorkerState.CLOSING and not self.num_unanswered
-            self.was_slow_to_close |= is_closing
+        if now >= self.kill_at:
+            self.was_slow_to_close |= self.is_closing_envs
             self.kill("did not exit when it was asked to", now)
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds

@@ -37,6 +37,8 @@ _LOGGER: Final = logging.getLogger(__name__)
 #: envs: a constant, and bytes per row.
 _BUILD_BYTES: Final = 1 << 14
 _BUILD_ROW_BYTES: Final = 16
+#: Time for a worker to end after it was killed because it did not exit when asked to.
+_KILL_SECONDS: Final = 0.8
 
 
 class WorkerSet:
@@ -212,17 +214,18 @@ class WorkerSet:
         """Ask all workers to exit; kill those still running after the grace period."""
         self.watch_at = now = self._clock()
         for worker in self.all:
-            worker.begin_close(kill_at=now + grace_seconds)
+            worker.begin_close(grace_seconds, now)
 
-    def close(self, timeout_seconds: float) -> None:
-        """Wait until all workers have ended or the timeout expires; free resources.
+    def close(self) -> None:
+        """Wait until all workers have ended or cannot be killed; free resources.
 
         Do not wait for processes that are not forked yet, which have no id: the
         template may be importing modules for a long time. It kills them after their
         fork.
         """
-        deadline = self._clock() + timeout_seconds
-        while any(self.pids) and (now := self._clock()) < deadline:
+        while any(self.pids) and (now := self._clock()) < _KILL_SECONDS + max(
+            worker.kill_at for worker in self.all if worker.process is not None
+        ):
             for key, _ in self.selector.select(
                 min(0.05, max(0.0, self.watch_at - now))
             ):
@@ -232,8 +235,8 @@ class WorkerSet:
         if slow := [worker.label for worker in self.all if worker.was_slow_to_close]:
             more = f" and {len(slow) - 1} more" if slow[1:] else ""
             _LOGGER.warning(
-                "%s%s: killed, because close() of the envs took too long; data that "
-                "the envs save in close() may be incomplete",
+                "%s%s: killed before close() of the envs had returned; data that the "
+                "envs save in close() may be incomplete",
                 slow[0],
                 more,
             )

@@ -21,11 +21,14 @@ serve the others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final
 
@@ -38,7 +41,7 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
+from envserve.pool.pool import CLOSE_SECONDS, Pool
 from envserve.server.access import Access
 from envserve.server.deferred_replies import DeferredReplies
 from envserve.server.fair_share import FairShare
@@ -49,6 +52,7 @@ from envserve.session.server.decisions import (
     Audit,
     Decision,
     EndPool,
+    EnrolKey,
     PoolDecision,
     Reply,
     ReplyFrame,
@@ -67,8 +71,6 @@ from envserve.text import LogThrottle
 from envserve.wire.handshake import Welcome
 
 _LOGGER: Final = logging.getLogger(__name__)
-#: Workers of an ended lease are killed after this time; `stop` sets another time.
-_CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
@@ -164,7 +166,8 @@ class ServerLoop:
         self._deferred_timer: asyncio.TimerHandle | None = None
         self._fair_share = FairShare(protocol.quotas)
         self._has_ended = asyncio.Event()
-        self._close_seconds = _CLOSE_SECONDS
+        self._joining: set[str] = set()  # users of the invitations being replaced
+        self._close_seconds = CLOSE_SECONDS  # `stop` sets another time
         router.sockets.start_reading(self._on_messages)
         self._schedule_read()
 
@@ -338,7 +341,8 @@ class ServerLoop:
                 self._audit(decision)
             else:  # BeginDrain
                 self._drain_requested.set()
-        if self._protocol.leases.is_ending and self._protocol.has_ended:
+        is_ending = self._protocol.leases.is_ending and not self._joining
+        if is_ending and self._protocol.has_ended:
             self._has_ended.set()
 
     def _send(self, reply: Reply) -> bool:
@@ -385,8 +389,13 @@ class ServerLoop:
             )
         self._schedule_read()
 
-    def _reply(self, decision: RequestDecision) -> Sequence[Decision]:
-        """Return the decisions that reply to a request with data of this event loop."""
+    def _reply(
+        self, decision: RequestDecision, enrolled: Future[str] | None = None
+    ) -> Sequence[Decision]:
+        """Return the decisions that reply to a request with data of this event loop.
+
+        `enrolled` is the result of `_enrol`.
+        """
         request, now = decision.request, time.monotonic()
         user, payload = request.peer[-1], b""
         try:
@@ -398,15 +407,12 @@ class ServerLoop:
                 pool = self.pools[decision.session].pool
                 result, payload = pool.read_frames(decision.frame_request)
                 body = result.encode()
+            elif enrolled is None:
+                self._enrol(decision)
+                return ()
             else:
-                assert self._access is not None, (
-                    "the protocol rejects JOIN without keys"
-                )
-                # Record the address that sent this message, because several clients may
-                # be connected with the same invitation.
-                address = self._router.sockets.by_number[request.peer[0]].sender_address
-                name, body = self._access.enrol(user, decision.public_key), b""
-                self._audit(Audit("joined", name, address=address))
+                enrolled.result()  # raises the error of the thread
+                body = b""
             return self._protocol.reply(request, body, payload)
         except (Rejection, RemoteProtocolError) as error:
             return self._protocol.reject(request, error, now)
@@ -417,6 +423,42 @@ class ServerLoop:
         except Exception:
             self._log_failure("a message could not be handled")
             return self._protocol.request_failed(request)
+
+    def _enrol(self, decision: EnrolKey) -> None:
+        """Replace an invitation in a thread, because that waits for the file system.
+
+        A copy of a JOIN that is in progress is ignored.
+        """
+        peer, access = decision.request.peer, self._access
+        assert access is not None, "the protocol rejects JOIN without keys"
+        if peer[-1] in self._joining:
+            return
+        self._joining.add(peer[-1])
+        # Record the address that sent this message, because several clients may be
+        # connected with the same invitation.
+        address = self._router.sockets.by_number[peer[0]].sender_address
+        enrolled: Future[str] = Future()
+
+        def run() -> None:
+            try:
+                enrolled.set_result(access.enrol(peer[-1], decision.public_key))
+            except Exception as error:
+                enrolled.set_exception(error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(finish)
+
+        def finish() -> None:
+            self._joining.remove(peer[-1])
+            if enrolled.exception() is None:
+                self._audit(Audit("joined", enrolled.result(), address=address))
+            self._carry_out(self._reply(decision, enrolled))
+            self._schedule_read()
+
+        try:
+            # A daemon thread, because it must not delay the end of the process.
+            threading.Thread(target=run, daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            run()
 
     def _welcome(self, user: str) -> Welcome:
         """Return the WELCOME for a user; raise Rejection if its key is not valid."""

@@ -72,4 +72,5 @@ class LeasedPool:
         self._loop.remove_reader(self.pool.fileno())
         if self._timer is not None:
             self._timer.cancel()
+        self.pool.begin_close(0.0)  # do not wait in the event loop
         self.pool.close()

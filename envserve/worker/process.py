@@ -53,8 +53,7 @@ from envserve.wrappers.specs import wrappers_from_plain
 #: actions. Polling is worthwhile because waking up a sleeping core takes longer than a
 #: step of a light env. Workers poll only if there is a core for each of them.
 _SPIN_SECONDS: Final = 400e-6
-#: Maximum time to wait for running resets before the envs are closed. The pool kills
-#: workers that have not exited after twice this time.
+#: Maximum time to wait for running resets of spare envs before all envs are closed.
 _CLOSE_SECONDS: Final = 0.5
 #: Errors whose messages are sufficient without a traceback, unless they have a cause.
 _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
@@ -121,7 +120,7 @@ def run(
 def _build_message_of(fields: dict[str, Any]) -> BuildMessage:
     """Return the content of BUILD; unpickle the functions and arguments of envs."""
     wrappers = wrappers_from_plain(fields.pop("wrappers"))
-    code = UserCode.loads(fields.pop("pickled_code"))
+    code = UserCode.loads(fields.pop("pickled_code"), fields["env_name"])
     kwargs = fields["env_kwargs"]
     all_kwargs = kwargs if isinstance(kwargs, list) else [kwargs]
     for plain, pickled in zip(all_kwargs, code.kwargs, strict=False):

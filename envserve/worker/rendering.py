@@ -130,6 +130,9 @@ def render(env: Any) -> Any:
     """Return an env's rendered frame, even if it was built without a render mode."""
     _configure_headless()
     inner = getattr(env, "unwrapped", env)  # not all envs derive from gymnasium.Env
+    if str(getattr(inner, "render_mode", None)).endswith("_list"):
+        # `render` would return and remove the frames that the env's user wants.
+        return "no image: the env collects its frames itself"
     if str(getattr(env, "render_mode", None)).endswith("_list"):
         env = inner  # Gymnasium's wrapper would add this frame to its list
     modes = (getattr(inner, "metadata", None) or {}).get("render_modes", ())

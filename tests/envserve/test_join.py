@@ -16,7 +16,7 @@ from envserve.client.link import join
 from envserve.client.link.connection import Connection
 from envserve.client.link.zmq_guards.diagnosis import Finding
 from envserve.errors import ConnectError, KeyFileError
-from envserve.keys import formats
+from envserve.keys import formats, private_files
 from envserve.keys.invitation import Invitation
 from envserve.keys.key_folder import KeyFolder, Role
 from envserve.keys.key_pair import KeyPair
@@ -27,6 +27,7 @@ from envserve.wire.message import Message, decode, encode
 from tests.command_line import invoke
 from tests.envserve.conftest import PATIENCE, Serve, WaitUntil
 from tests.envserve.server_process import ServerProcess
+from tests.envserve.stalls import fastest
 
 RunAt = Callable[..., Any]
 
@@ -143,6 +144,40 @@ def test_a_clients_file_that_cannot_be_changed_is_logged_without_a_traceback(
     assert reply.type is MessageType.ERROR
     assert "a client cannot join: " in server.log
     assert "Traceback" not in server.log
+
+
+def test_other_clients_do_not_wait_while_a_join_waits_for_the_key_folder(
+    run_at: RunAt, server: ServerProcess, tmp_path: Path
+) -> None:
+    invitation = Invitation.parse(invite(run_at, server))
+    keys = invitation.server_public, KeyPair.from_secret(invitation.secret)
+    known = KeyFolder(tmp_path / "server").key("client")
+    assert known is not None
+    joining = Message(type=MessageType.JOIN, body=Join(public=bytes(32)).encode())
+    hello = Message(type=MessageType.HELLO, body=Hello().encode())
+
+    def longest_wait() -> float:
+        assert new.send(encode(joining))
+        longest, reply = 0.0, None
+        while reply is None:  # the server gives up after a second
+            began_at = time.monotonic()
+            assert exchange(old, hello) is not None
+            longest = max(longest, time.monotonic() - began_at)
+            reply = new.receive()
+        assert decode(reply).type is MessageType.ERROR
+        return longest
+
+    with (
+        contextlib.closing(Connection(server.address, keys)) as new,
+        contextlib.closing(Connection(server.address, (keys[0], known))) as old,
+    ):
+        new.wait(PATIENCE, for_writing=True)
+        assert exchange(old, hello) is not None
+        with private_files.locked(tmp_path / "server"):
+            assert fastest(longest_wait, SHORT) < SHORT
+        reply = exchange(new, joining)
+        assert reply is not None
+        assert reply.type is MessageType.JOINED
 
 
 def test_a_client_without_an_invitation_cannot_join(

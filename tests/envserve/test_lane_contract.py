@@ -355,8 +355,9 @@ def test_closing_does_not_wait_for_an_env_that_hangs(make_batch: MakeBatch) -> N
     batches: list[BatchEnv] = []
 
     def attempt() -> float:
-        kwargs = {"fault": "hang_in_close"}
+        kwargs = {"fault": "hang"}
         batches.append(make_batch.and_reset(FAULTY, 2, 2, env_kwargs=kwargs))
+        batches[-1].send(np.array([1, 0]))
         start = time.monotonic()
         batches[-1].close()
         return time.monotonic() - start

@@ -193,6 +193,22 @@ def test_resources_that_ray_rejects_are_an_error(
         envserve.ray.EnvServers(1, resources={"CPU": -1})
 
 
+def test_servers_that_are_killed_while_they_drain_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = mock.Mock(**{"util.list_named_actors.return_value": []})
+    ray.get.return_value = ()
+    monkeypatch.setattr(envserve.ray, "connect_to_cluster", lambda: ray)
+    ray.wait.side_effect = [([], []), (["first"], ["second"])]
+    with envserve.ray.EnvServers(2):
+        ray.kill.assert_not_called()
+    assert ray.kill.call_count == 2
+    assert caplog.messages == [
+        "1 of 2 servers had not stopped after 60 s and were killed; their running "
+        "episodes are lost; call stop() with a timeout that exceeds --drain-grace"
+    ]
+
+
 def test_servers_may_drain_for_the_whole_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = mock.MagicMock()
     servers.__enter__.return_value = servers

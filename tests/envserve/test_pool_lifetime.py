@@ -216,11 +216,24 @@ def test_closing_takes_two_seconds_at_most_if_an_env_hangs(
     assert fastest(attempt, 2.0) < 2.0
 
 
+def test_an_env_has_time_to_close_after_the_step_in_flight(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    init = f"self.close = lambda: (time.sleep(2.0), open('{tmp_path}/video', 'w'))"
+    kwargs = {"init": init, "step": "time.sleep(0.1)"}
+    pool = make_pool.and_reset(SCRIPT, 1, 1, env_kwargs=kwargs)
+    pool.submit_step([0])
+    pool.close()
+    assert [*tmp_path.iterdir()] == [tmp_path / "video"]
+
+
 def test_a_worker_that_is_killed_while_it_closes_its_envs_is_logged(
     make_pool: PoolMaker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    make_pool(FAULTY, 2, 2, env_kwargs={"fault": "hang_in_close"}).close()
-    text = r"^worker 0 \(env 0\) and 1 more: killed, because close\(\) of the envs took"
+    pool = make_pool(FAULTY, 2, 2, env_kwargs={"fault": "hang_in_close"})
+    pool.begin_close(0.1)
+    pool.close()
+    text = r"^worker 0 \(env 0\) and 1 more: killed before close\(\) of the envs had"
     assert [re.match(text, message) is not None for message in caplog.messages] == [
         True
     ]

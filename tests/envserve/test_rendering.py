@@ -327,6 +327,13 @@ def test_frames_collected_for_the_env_user_are_not_changed() -> None:
     env.close()
 
 
+def test_frames_that_an_env_collects_itself_are_not_removed() -> None:
+    frames = [GREY]
+    env = SimpleNamespace(render_mode="rgb_array_list", render=frames.pop)
+    assert render(env) == "no image: the env collects its frames itself"
+    assert frames
+
+
 @pytest.mark.parametrize("metadata", [{"render_modes": ["human"]}, None])
 def test_an_env_that_cannot_render_arrays_keeps_its_render_mode(metadata: Any) -> None:
     asked = []

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -271,6 +271,28 @@ def test_a_registered_env_that_cannot_be_pickled_affects_no_other_env(
         envserve.make_vec(registered)
 
 
+class Unloadable:
+    """An object that can be pickled, but not be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_registered_env_that_cannot_be_unpickled_affects_no_other_env(
+    registered: str,
+) -> None:
+    part = Unloadable()
+    make: Any = lambda: Numbered(part.__sizeof__())  # noqa: E731
+    gymnasium.register(registered, make)
+    with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
+        assert envs.reset()[1]["number"].tolist() == [0, 0]
+    error = f"{registered}: workers cannot unpickle .* ValueError: invalid literal"
+    users: list[Any] = [registered, [lambda: gymnasium.make(registered)]]
+    for env in users:
+        with pytest.raises(EnvStartError, match=error):
+            envserve.make_vec(env)
+
+
 class Unprintable:
     """An object without text, which is too large for workers."""
 
@@ -281,9 +303,17 @@ class Unprintable:
         raise RuntimeError("no text")
 
 
-def test_a_registered_env_with_large_data_affects_no_other_env(registered: str) -> None:
-    large = functools.partial(Numbered, Unprintable(33 << 20))  # type: ignore[arg-type]
-    gymnasium.register(registered, large)
+def test_registered_envs_with_large_data_affect_no_other_env(
+    registered: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def large(num_bytes: int) -> Any:
+        return functools.partial(NUMBERED, Unprintable(num_bytes))
+
+    gymnasium.register(registered, large(33 << 20))
+    for name in ("Half-v0", "Half-v1"):
+        spec = gymnasium.spec(registered)
+        half = replace(spec, id=name, entry_point=large(17 << 20))
+        monkeypatch.setitem(gymnasium.registry, name, half)
     with contextlib.closing(envserve.make_vec(Numbered, 1)) as envs:
         envs.reset()
     with pytest.raises(EnvStartError, match="at most 32 MiB of data; got 33 MiB"):
@@ -339,7 +369,7 @@ def test_a_file_that_ppo_has_loaded_from_any_folder_is_pickled(
     _, code = UserCode.of([vars(module)["Plugin"]])
     pickled = code.dumps()
     del sys.modules[module.__name__]
-    assert UserCode.loads(pickled).env_fns[0]().reset()[0].shape == (1,)
+    assert UserCode.loads(pickled, "").env_fns[0]().reset()[0].shape == (1,)
 
 
 def executed() -> Any:

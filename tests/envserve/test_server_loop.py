@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from envserve.envs.registry import offered_names
 from envserve.pool.launcher import Launcher
-from envserve.pool.pool import Pool
+from envserve.pool.pool import CLOSE_SECONDS, Pool
 from envserve.server import deferred_replies, event_loop
 from envserve.server.event_loop import ServerLoop
 from envserve.server.fair_share import FairShare
@@ -396,6 +396,24 @@ async def test_a_failure_in_a_pool_ends_only_its_session(
     assert "RuntimeError: the pool broke" in caplog.text
 
 
+async def test_a_failure_in_a_pool_does_not_wait_until_its_envs_are_closed(
+    tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the pool broke")
+
+    kwargs = {"fault": "hang_in_close"}
+    attach = Attach(env_name=FAULTY, num_envs=1, seed=1, env_kwargs=kwargs)
+    resets = ResetBody(resets=((None, None),)).encode()
+    async with running(tmp_path, launcher) as (_, peer):
+        await peer.request(MessageType.ATTACH, MessageType.GRANTED, attach.encode())
+        monkeypatch.setattr(Pool, "collect", fail)
+        began_at = time.monotonic()
+        await peer.send(MessageType.RESET, 2, resets, entries=((0, 1),))
+        await peer.receive(MessageType.ERROR)
+        assert time.monotonic() - began_at < CLOSE_SECONDS / 2
+
+
 async def test_a_request_whose_reply_cannot_be_built_gets_an_error(
     tmp_path: Path,
     launcher: Launcher,
@@ -534,7 +552,7 @@ async def test_a_stop_shortens_the_time_limit_of_closing_workers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(event_loop, "_CLOSE_SECONDS", 3600.0)
+    monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 3600.0)
     attach = Attach(
         env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
     )

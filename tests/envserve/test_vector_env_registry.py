@@ -235,6 +235,32 @@ def test_one_env_returns_all_frames_of_an_episode(shared_address: str) -> None:
         again.close()
 
 
+def test_one_env_may_collect_its_frames_itself(registry: None) -> None:
+    class FilmEnv(gymnasium.Env[np.int64, np.int64]):
+        metadata: dict[str, Any] = {"render_modes": ["rgb_array_list"]}  # noqa: RUF012
+        observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, render_mode: str | None = None) -> None:
+            assert render_mode in self.metadata["render_modes"]
+            self.render_mode = render_mode
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return np.int64(0), {}
+
+        def render(self) -> Any:
+            return [np.zeros((2, 2, 3), np.uint8)] * 3
+
+    film: Any = FilmEnv
+    gymnasium.register("Film-v0", film)
+    envs: list[Any] = [film, "Film-v0"]
+    for each in envs:
+        env: Any = envserve.make(each, render_mode="rgb_array_list")
+        with contextlib.closing(env):
+            env.reset()
+            assert env.render_mode == "rgb_array_list"
+            assert [frame.shape for frame in env.render()] == [(2, 2, 3)] * 3
+
+
 def test_a_lost_episode_of_a_single_env_ends_with_its_last_observation_and_the_reason(
     shared_address: str,
 ) -> None:

@@ -197,6 +197,16 @@ def test_arguments_of_sb3_are_accepted() -> None:
         envs.close()
 
 
+def test_each_env_has_its_own_spec() -> None:
+    functions = [
+        lambda limit=limit: gymnasium.make("CartPole-v1", limit) for limit in (7, 8)
+    ]
+    envs = make_vec_env(functions)
+    assert [spec.max_episode_steps for spec in envs.get_attr("spec")] == [7, 8]
+    assert envs.get_attr("spec", [1])[0].max_episode_steps == 8
+    envs.close()
+
+
 def test_arguments_of_subproc_vec_env_are_accepted() -> None:
     functions = [lambda: gymnasium.make("CartPole-v1")] * 2
     envs = make_vec_env(functions, start_method="spawn")

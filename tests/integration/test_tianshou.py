@@ -159,6 +159,16 @@ def test_a_list_of_functions_determines_the_number_and_the_spec_of_the_envs() ->
     envs.close()
 
 
+def test_each_env_has_its_own_spec() -> None:
+    functions = [
+        lambda limit=limit: gymnasium.make("CartPole-v1", limit) for limit in (7, 8)
+    ]
+    envs = make_vector_env(functions)
+    assert [spec.max_episode_steps for spec in envs.get_env_attr("spec")] == [7, 8]
+    assert envs.get_env_attr("spec", [1])[0].max_episode_steps == 8
+    envs.close()
+
+
 def test_the_number_of_splits_cannot_be_set() -> None:
     with pytest.raises(TypeError, match="num_splits: expected no value, because"):
         make_vector_env("CartPole-v1", 2, num_splits=1)

@@ -126,7 +126,7 @@ class ReplyFrame(NamedTuple):
 
 
 class EnrolKey(NamedTuple):
-    """Replace an invitation with a public key, and reply to the JOIN."""
+    """Replace an invitation with a public key in a thread; then reply to the JOIN."""
 
     request: Message
     public_key: bytes

@@ -49,8 +49,7 @@ class Usage(NamedTuple):
     @classmethod
     def limit_of(cls, host: HostSettings) -> Usage:
         """Return the limits of a server, for all users together."""
-        processes = max(host.max_processes, host.num_workers)
-        return cls(host.total_envs, processes, host.total_envs)
+        return cls(host.total_envs, host.total_processes, host.total_envs)
 
 
 @dataclass(frozen=True)
