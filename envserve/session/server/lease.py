@@ -149,7 +149,6 @@ class Lease:
     """Executes the operations of one client on its blocks.
 
     Attributes:
-      epoch: Number of the lease.
       result_cache: Results of calls.
       max_result_bytes: Length of the longest possible result in bytes.
       num_late_messages: Number of late copies that were ignored.
@@ -160,15 +159,13 @@ class Lease:
         self,
         *,
         session: SessionId,
-        epoch: int,
         spec: EnvSpec,
         blocks: Sequence[Block],
         rows: Rows,
         settings: HostSettings,
         reply_builder: ReplyBuilder,
-        actions: ActionMode = "check",
+        actions: ActionMode,
     ) -> None:
-        self.epoch = epoch
         self.num_late_messages = 0
         self.answered_blocks: list[int] = []
         self._session = session
