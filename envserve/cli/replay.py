@@ -109,7 +109,7 @@ def _debug(repro: Repro) -> bool:
     from envserve.worker.replay_worker import apply_actions, build_env
 
     try:
-        env, spec = build_env(repro)
+        env = build_env(repro)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise EnvStartError(f"the env cannot be built: {reason}") from error
@@ -135,7 +135,7 @@ def _debug(repro: Repro) -> bool:
             env.intercept_calls(step)
 
     try:
-        apply_actions(repro, env, spec, on_action)
+        apply_actions(repro, env, on_action)
     except bdb.BdbQuit:
         return True
     except Exception as error:

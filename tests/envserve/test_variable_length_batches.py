@@ -98,10 +98,9 @@ def test_a_repro_file_replays_the_same_actions(name: str) -> None:
         end=End(status=Status.ENV_ERROR, text=""),
     )
     again = EnvRow(request, 0)
+    again.build()
     numbers: list[int] = []
-    seen = apply_actions(
-        decode_repro(encode_repro(repro)), again, again.build(), numbers.append
-    )
+    seen = apply_actions(decode_repro(encode_repro(repro)), again, numbers.append)
     assert numbers == [0, 1, 2]
     for left, right in zip(rows.observation, seen.observation, strict=True):
         np.testing.assert_array_equal(left, right)
