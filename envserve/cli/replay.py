@@ -54,10 +54,7 @@ def replay(
         fail("expected --pdb or --film; got both", 2)
     import_from_here(import_)
     modules = import_ or ()
-    try:
-        repro = replays.load_repro(file)
-    except EnvserveError as error:
-        fail(error, 2)
+    repro = replays.load_repro(file)
     # `Program.main` handles errors of stdout.
     print(replays.describe_repro(repro), flush=True)
     try:
