@@ -15,7 +15,7 @@ _NUM_CORES: Final = num_cores()
 def bench(
     *,
     env: Env = "CartPole-v1",
-    import_: Import = None,
+    import_: Import = (),
     num_envs: Count = 16,
     num_workers: Count = _NUM_CORES,
     seconds: Seconds = 0.6,
@@ -37,6 +37,6 @@ def bench(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)
-    name, modules = name_and_imports(env, import_ or ())
+    name, modules = name_and_imports(env, import_)
     load = Workload(name, num_envs, workers, seconds, import_modules=modules)
     measure(load, rounds)

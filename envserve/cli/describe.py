@@ -13,7 +13,7 @@ def describe(
     env: Env,
     address: MaybeAddress = None,
     *,
-    import_: Import = None,
+    import_: Import = (),
     insecure: Insecure = False,
 ) -> None:
     """Show an env's spaces, render modes, time limit, arguments and steps per second.
@@ -36,7 +36,7 @@ def describe(
     registered: dict[str, object] = {}
     if address is None:
         import_from_here(import_, env)
-        name, modules = name_and_imports(env, import_ or ())
+        name, modules = name_and_imports(env, import_)
         batch = BatchEnv.local(name, 1, 1, import_modules=modules, max_restarts=1)
     else:
         batch = BatchEnv.connect(env, [address], 1, insecure=insecure)

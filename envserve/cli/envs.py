@@ -18,7 +18,7 @@ from envserve.text import counted
 def envs(
     address: MaybeAddress = None,
     *,
-    import_: Import = None,
+    import_: Import = (),
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
 ) -> None:
@@ -33,7 +33,7 @@ def envs(
     import_from_here(import_)
     num_omitted = 0
     if address is None:
-        names = offered_names(None, import_ or ())
+        names = offered_names(None, import_)
     else:
         address = address_of(address)
         welcome = request_welcome(address, timeout, insecure=insecure)

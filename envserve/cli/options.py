@@ -68,7 +68,7 @@ Seconds = Annotated[float, Meta(ge=0.001)]
 Address = Annotated[str, Option(f"Server address: {_ADDRESS}.", values=known_addresses)]
 MaybeAddress = Annotated[str | None, Option(values=known_addresses)]
 Addresses = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         f"Server addresses: {_ADDRESS}; by default, {THIS_HOST}.",
         metavar="ADDRESS",
@@ -76,7 +76,7 @@ Addresses = Annotated[
     ),
 ]
 Env = Annotated[str, Option(values=env_names)]
-Import = Annotated[list[str] | None, Option(_IMPORT_HELP, metavar="MODULE")]
+Import = Annotated[tuple[str, ...], Option(_IMPORT_HELP, metavar="MODULE")]
 Insecure = Annotated[
     bool, Option("Connect without keys, to a server started with --insecure-no-auth.")
 ]
@@ -107,14 +107,14 @@ def address_of(reference: str) -> str:
     return resolve(reference)[0]
 
 
-def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
+def import_from_here(modules: Iterable[str], *envs: str) -> None:
     """Allow imports from the working directory; see `add_working_directory`.
 
     Args:
       modules: Values of --import.
       envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
-    add_working_directory([*(modules or ()), *filter(is_user_env, envs)])
+    add_working_directory([*modules, *filter(is_user_env, envs)])
 
 
 def add_working_directory(references: Iterable[str], *, always: bool = False) -> None:

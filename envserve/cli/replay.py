@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def replay(
     file: Path,
     *,
-    import_: Import = None,
+    import_: Import = (),
     timeout: Seconds | None = None,
     pdb: bool = False,
     film: Path | None = None,
@@ -53,13 +53,12 @@ def replay(
     if pdb and film:
         fail("expected --pdb or --film; got both", 2)
     import_from_here(import_)
-    modules = import_ or ()
     repro = replays.load_repro(file)
     # `Program.main` handles errors of stdout.
     print(replays.describe_repro(repro), flush=True)
     try:
         if pdb:
-            import_env_modules(modules)
+            import_env_modules(import_)
             if not _debug(repro):
                 fail("the env did not crash; there is nothing to debug", 1)
             return 0
@@ -70,7 +69,7 @@ def replay(
                 on_frame = partial(_add_frame, writer)
                 # The worker that replays the crash inherits these variables.
                 os.environ.update(headless_variables(os.environ))
-            launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
+            launcher = stack.enter_context(contextlib.closing(Launcher(import_)))
             result = replays.replay(repro, launcher, timeout, on_frame, last)
             has_imported = launcher.has_imported
     except (EnvserveError, OSError) as error:

@@ -84,7 +84,7 @@ _ON_RAY: Final = Option(panel="On Ray")
 
 
 def start(
-    env: Annotated[list[str] | None, Option(values=env_names)] = None,
+    env: Annotated[tuple[str, ...], Option(values=env_names)] = (),
     *,
     reload: Annotated[bool, _RELOAD] = False,
     fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
@@ -127,8 +127,8 @@ def start(
         flag = "--servers" if servers > 1 else "--resources"
         flag = flag if scale_to is None else "--scale-to"
         fail(f"{flag} requires --on ray; add --on ray, or omit {flag}", 2)
-    names = [*(env or ()), *fields.get("env_names", ())]
-    import_from_here(fields.get("import_modules"), *names)
+    names = [*env, *fields.get("env_names", ())]
+    import_from_here(fields.get("import_modules", ()), *names)
     host = _host_settings({**fields, "env_names": names or None})
     serve = partial(_serve, address_file)
     if not reload:
