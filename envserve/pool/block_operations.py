@@ -28,7 +28,7 @@ only one process writes a row at a time. Nothing here blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -177,12 +177,10 @@ class BlockOperations:
         """Indices of the lost blocks that have an operation in flight."""
         return {index for index in self.losses if self._slots[index].kind}
 
-    def rows_where(
-        self, predicate: Callable[[SupervisedWorker, int], object]
-    ) -> list[int]:
-        """Return the rows of all blocks for which `predicate(worker, kind)` is true."""
-        slots = (s for s in self._slots if predicate(s.worker, s.kind))
-        return [row for slot in slots for row in slot.block.rows]
+    @property
+    def num_rows_in_flight(self) -> int:
+        """Number of rows with an operation in flight."""
+        return sum(len(slot.block.rows) for slot in self._slots if slot.kind)
 
     # Submitting.
 
