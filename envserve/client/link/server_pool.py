@@ -183,12 +183,9 @@ class ServerPool:
         hosts are not looked up, because their addresses stay the same.
         """
         changing = [each for each in self._known if each.startswith(SOURCE_SCHEMES)]
-        results = [(source, _try_resolve(source)) for source in changing]
-        failed = {source: error for source, error in results if isinstance(error, str)}
-        self._known |= {
-            source: found for source, found in results if not isinstance(found, str)
-        }
-        addresses = {address for found in self._known.values() for address in found}
+        found, failed = _resolve_all(changing)
+        self._known |= found
+        addresses = {address for each in self._known.values() for address in each}
         with self._lock:
             lanes = self.placement.num_lanes()
         if not is_full:
@@ -223,12 +220,17 @@ class ServerPool:
             self._next_poll_at = time.monotonic() + pause
 
 
-def _try_resolve(source: str) -> tuple[str, ...] | str:
-    """Return the addresses of a source, or the text of the error."""
-    try:
-        return resolve(source)
-    except ConnectError as error:
-        return str(error)
+def _resolve_all(
+    sources: Iterable[str],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the addresses of each source, and the error of each that has none."""
+    found, failed = dict[str, tuple[str, ...]](), dict[str, str]()
+    for source in sources:
+        try:
+            found[source] = resolve(source)
+        except ConnectError as error:
+            failed[source] = str(error)
+    return found, failed
 
 
 def query_servers(
@@ -280,13 +282,10 @@ def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]
     """
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
         return [*only]  # no need to query it: `BatchEnv.connect` waits for its reply
-    results = [_try_resolve(source) for source in sources]
-    addresses = [
-        address for found in results if not isinstance(found, str) for address in found
-    ]
-    errors = [found for found in results if isinstance(found, str)]
-    if errors and not addresses:
-        raise AddressError("; ".join(errors))
+    found, failed = _resolve_all(sources)
+    addresses = [address for each in found.values() for address in each]
+    if failed and not addresses:
+        raise AddressError("; ".join(failed.values()))
     seconds = 2 * _REPLY_SECONDS
     replies = query_servers(addresses, seconds, insecure=insecure)
     alive = [
