@@ -6,9 +6,7 @@ import signal
 from typing import Final
 
 from envserve.cli.options import Count, Env, Import, Seconds, import_from_here
-from envserve.cli.terminal import fail
 from envserve.envs.user_envs import name_and_imports
-from envserve.errors import EnvserveError
 from envserve.host_resources import num_cores
 
 _NUM_CORES: Final = num_cores()
@@ -17,7 +15,7 @@ _NUM_CORES: Final = num_cores()
 def bench(
     *,
     env: Env = "CartPole-v1",
-    import_: Import = None,
+    import_: Import = (),
     num_envs: Count = 16,
     num_workers: Count = _NUM_CORES,
     seconds: Seconds = 0.6,
@@ -39,9 +37,6 @@ def bench(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     workers = min(num_workers, num_envs)
     import_from_here(import_, env)
-    try:
-        name, modules = name_and_imports(env, import_ or ())
-        load = Workload(name, num_envs, workers, seconds, import_modules=modules)
-        measure(load, rounds)
-    except EnvserveError as error:
-        fail(error)
+    name, modules = name_and_imports(env, import_)
+    load = Workload(name, num_envs, workers, seconds, import_modules=modules)
+    measure(load, rounds)

@@ -6,8 +6,7 @@ import json
 from typing import Final
 
 from envserve.cli.options import THIS_HOST, Address, Env, Insecure, address_of
-from envserve.cli.terminal import console, fail
-from envserve.errors import EnvserveError
+from envserve.cli.terminal import console
 
 _COLOURS: Final = {"ok": "green", "fail": "red", "skipped": "yellow"}
 
@@ -36,21 +35,18 @@ def check(
 
     address = address_of(address)
     out, counts = console(), dict.fromkeys(_COLOURS, 0)
-    try:
-        # If no server replies, this call raises an error that explains the reason.
-        request_welcome(address, 5.0, insecure=insecure)
-        subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
-        for result in check_rules(subject):
-            counts[result.outcome] += 1
-            if json_:
-                print(json.dumps(result._asdict()), flush=True)
-                continue
-            reason = f"\n        {result.why}" if result.why else ""
-            outcome = f"{result.outcome:8}", _COLOURS[result.outcome]
-            line = f"{result.section}: {result.title}{reason}"
-            out.print(Text.assemble(outcome, line), soft_wrap=True)
-    except EnvserveError as error:
-        fail(error)
+    # If no server replies, this call raises an error that explains the reason.
+    request_welcome(address, 5.0, insecure=insecure)
+    subject = ServerUnderTest(lambda: SocketLink(address, insecure=insecure), env)
+    for result in check_rules(subject):
+        counts[result.outcome] += 1
+        if json_:
+            print(json.dumps(result._asdict()), flush=True)
+            continue
+        reason = f"\n        {result.why}" if result.why else ""
+        outcome = f"{result.outcome:8}", _COLOURS[result.outcome]
+        line = f"{result.section}: {result.title}{reason}"
+        out.print(Text.assemble(outcome, line), soft_wrap=True)
     if not json_:
         print(", ".join(f"{count} {name}" for name, count in counts.items()))
     return min(1, counts["fail"])

@@ -22,8 +22,8 @@ def _words() -> list[str]:
 
 def clients(
     words: Annotated[
-        list[str] | None, Option(metavar="remove NAME", values=_words)
-    ] = None,
+        tuple[str, ...], Option(metavar="remove NAME", values=_words)
+    ] = (),
     *,
     home: Home = None,
 ) -> None:
@@ -36,7 +36,7 @@ def clients(
     """
     with key_errors():
         file = KeyFolder(home).clients
-        match words or []:
+        match words:
             case []:
                 file.read()
             case ["remove", name]:
@@ -48,7 +48,7 @@ def clients(
                 return
             case _:
                 raise CodecError(
-                    f"expected no arguments or remove NAME; got {' '.join(words or ())}"
+                    f"expected no arguments or remove NAME; got {' '.join(words)}"
                 )
     now = time.time()
     if not (grants := file.grants()):

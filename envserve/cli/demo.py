@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from envserve.cli.options import Env, Port, import_from_here
 from envserve.cli.page import serve_page
-from envserve.cli.terminal import console, fail, keyboard
+from envserve.cli.terminal import console, keyboard
 from envserve.errors import EnvserveError
 from envserve.text import install_command
 
@@ -57,29 +57,23 @@ def demo(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     print(f"Starting two servers and {num_envs} envs ...", file=sys.stderr)
     missing = f"; {install_command('demo')}, or use --terminal"
-    try:
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            socket_folder() as folder,
-        ):
-            with Demo(env, num_envs, run := Path(folder, "demo")) as running:
-                if seconds is not None:
-                    timer = threading.Timer(seconds, running.has_ended.set)
-                    timer.daemon = True
-                    timer.start()
-                with contextlib.suppress(KeyboardInterrupt):
-                    if terminal:
-                        _run_in_terminal(running)
-                    else:
-                        addresses = [server.proxy.address for server in running.servers]
-                        feed, wait = DataFeed(addresses, run), running.has_ended.wait
-                        options: dict[str, Any] = {"buttons": running.controls}
-                        options |= {"is_opened": not no_open}
-                        serve_page(feed, port, missing, wait, **options)
-                running.check()
-            print(running)
-    except EnvserveError as error:
-        fail(error)
+    with contextlib.suppress(KeyboardInterrupt), socket_folder() as folder:
+        with Demo(env, num_envs, run := Path(folder, "demo")) as running:
+            if seconds is not None:
+                timer = threading.Timer(seconds, running.has_ended.set)
+                timer.daemon = True
+                timer.start()
+            with contextlib.suppress(KeyboardInterrupt):
+                if terminal:
+                    _run_in_terminal(running)
+                else:
+                    addresses = [server.proxy.address for server in running.servers]
+                    feed, wait = DataFeed(addresses, run), running.has_ended.wait
+                    options: dict[str, Any] = {"buttons": running.controls}
+                    options |= {"is_opened": not no_open}
+                    serve_page(feed, port, missing, wait, **options)
+            running.check()
+        print(running)
 
 
 def _run_in_terminal(demo: Demo) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 
 from envserve.cli.options import Env, Import, Insecure, MaybeAddress, import_from_here
-from envserve.cli.terminal import console, fail
+from envserve.cli.terminal import console
 from envserve.envs.user_envs import name_and_imports
-from envserve.errors import EnvserveError
 
 
 def describe(
     env: Env,
     address: MaybeAddress = None,
     *,
-    import_: Import = None,
+    import_: Import = (),
     insecure: Insecure = False,
 ) -> None:
     """Show an env's spaces, render modes, time limit, arguments and steps per second.
@@ -35,26 +34,23 @@ def describe(
     from envserve.text import one_line
 
     registered: dict[str, object] = {}
-    try:
+    if address is None:
+        import_from_here(import_, env)
+        name, modules = name_and_imports(env, import_)
+        batch = BatchEnv.local(name, 1, 1, import_modules=modules, max_restarts=1)
+    else:
+        batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
+    with batch:
         if address is None:
-            import_from_here(import_, env)
-            name, modules = name_and_imports(env, import_ or ())
-            batch = BatchEnv.local(name, 1, 1, import_modules=modules, max_restarts=1)
-        else:
-            batch = BatchEnv.connect(env, [address], 1, insecure=insecure)
-        with batch:
-            if address is None:
-                # These imports cannot exit this process: `BatchEnv.local` has imported
-                # the modules in a child process, and raises an error if it exits.
-                import_env_modules(modules)
-                registered = _registration(name)
-            modes = metadata_of(batch).get("render_modes", ())
-            batch.reset()
-            actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
-            batch.step(next(actions))  # may compile, or wait for a simulator to start
-            seconds = time_each(batch.step, actions, 0.5)
-    except EnvserveError as error:
-        fail(error)
+            # These imports cannot exit this process: `BatchEnv.local` has imported
+            # the modules in a child process, and raises an error if it exits.
+            import_env_modules(modules)
+            registered = _registration(name)
+        modes = metadata_of(batch).get("render_modes", ())
+        batch.reset()
+        actions = itertools.repeat(batch_space(batch.action_space, 1).sample())
+        batch.step(next(actions))  # may compile, or wait for a simulator to start
+        seconds = time_each(batch.step, actions, 0.5)
     table = Table.grid(padding=(0, 2))
     for name, value in {
         "observation": batch.observation_space,

@@ -43,7 +43,7 @@ _Finding = dict[str, str]
 
 
 def doctor(
-    addresses: Annotated[list[str] | None, Option(metavar="ADDRESS")] = None,
+    addresses: Annotated[tuple[str, ...], Option(metavar="ADDRESS")] = (),
     *,
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
@@ -58,7 +58,7 @@ def doctor(
       json_: Print a JSON list with one object per finding.
     """
     findings = []
-    for finding in _all_findings(addresses or (), timeout, insecure):
+    for finding in _all_findings(addresses, timeout, insecure):
         findings.append(finding)
         if not json_:
             print(_format(finding), flush=True)

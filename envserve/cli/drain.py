@@ -8,7 +8,7 @@ from typing import Final
 
 from envserve.cli.options import THIS_HOST, Address, Insecure, Seconds, address_of
 from envserve.cli.terminal import fail
-from envserve.errors import ConnectError, EnvserveError, EnvStartError
+from envserve.errors import ConnectError, EnvStartError
 
 #: Exit code if the server is still running after the timeout.
 _STILL_RUNNING: Final = 3
@@ -69,8 +69,6 @@ def drain(
                             _STILL_RUNNING,
                         )
                     connection.wait(0.1, for_writing=False)
-    except EnvserveError as error:
-        # The server reports a rejection as EnvStartError, which is no error in the
-        # input.
-        fail(error, 1 if isinstance(error, EnvStartError) else None)
+    except EnvStartError as error:  # a rejection by the server; the input is valid
+        fail(error, 1)
     print(f"{address}: the server has drained and exited")

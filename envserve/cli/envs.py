@@ -12,15 +12,13 @@ from envserve.cli.options import (
     address_of,
     import_from_here,
 )
-from envserve.cli.terminal import fail
-from envserve.errors import EnvserveError
 from envserve.text import counted
 
 
 def envs(
     address: MaybeAddress = None,
     *,
-    import_: Import = None,
+    import_: Import = (),
     timeout: Timeout = 2.0,
     insecure: Insecure = False,
 ) -> None:
@@ -34,16 +32,13 @@ def envs(
 
     import_from_here(import_)
     num_omitted = 0
-    try:
-        if address is None:
-            names = offered_names(None, import_ or ())
-        else:
-            address = address_of(address)
-            welcome = request_welcome(address, timeout, insecure=insecure)
-            names = welcome.env_names
-            num_omitted = welcome.num_names - len(names)
-    except EnvserveError as error:
-        fail(error)
+    if address is None:
+        names = offered_names(None, import_)
+    else:
+        address = address_of(address)
+        welcome = request_welcome(address, timeout, insecure=insecure)
+        names = welcome.env_names
+        num_omitted = welcome.num_names - len(names)
     for name in names:
         print(name)
     if num_omitted > 0:

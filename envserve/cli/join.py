@@ -14,7 +14,7 @@ from envserve.keys.key_folder import KeyFolder
 
 
 def join(
-    line: list[str] | None = None,
+    line: tuple[str, ...] = (),
     *,
     timeout: Seconds = 10.0,
     replace: bool = False,

@@ -12,14 +12,13 @@ from msgspec import Meta
 
 from envserve.address import DEFAULT_PORT
 from envserve.cli.program import Option
-from envserve.cli.terminal import fail
 from envserve.envs.user_envs import (
     is_user_env,
     split_reference,
     working_directory,
     writable_by_others,
 )
-from envserve.errors import AddressError, EnvStartError, KeyFileError
+from envserve.errors import EnvStartError, KeyFileError
 
 #: Address of a server on this host, unless it was started with --bind.
 THIS_HOST: Final = f"tcp://127.0.0.1:{DEFAULT_PORT}"
@@ -69,7 +68,7 @@ Seconds = Annotated[float, Meta(ge=0.001)]
 Address = Annotated[str, Option(f"Server address: {_ADDRESS}.", values=known_addresses)]
 MaybeAddress = Annotated[str | None, Option(values=known_addresses)]
 Addresses = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     Option(
         f"Server addresses: {_ADDRESS}; by default, {THIS_HOST}.",
         metavar="ADDRESS",
@@ -77,7 +76,7 @@ Addresses = Annotated[
     ),
 ]
 Env = Annotated[str, Option(values=env_names)]
-Import = Annotated[list[str] | None, Option(_IMPORT_HELP, metavar="MODULE")]
+Import = Annotated[tuple[str, ...], Option(_IMPORT_HELP, metavar="MODULE")]
 Insecure = Annotated[
     bool, Option("Connect without keys, to a server started with --insecure-no-auth.")
 ]
@@ -98,26 +97,24 @@ Timeout = Annotated[Seconds, Option("Seconds to wait for a server's reply.")]
 
 
 def address_of(reference: str) -> str:
-    """Return the first address that a reference resolves to; exit if there is none."""
+    """Return the first address that a reference resolves to.
+
+    Raises:
+      AddressError: There is none; see `resolve`.
+    """
     from envserve.client.link.discovery import resolve
 
-    try:
-        return resolve(reference)[0]
-    except AddressError as error:
-        fail(error, 2)
+    return resolve(reference)[0]
 
 
-def import_from_here(modules: Iterable[str] | None, *envs: str) -> None:
-    """Allow imports from the working directory; exit if other users can write to it.
+def import_from_here(modules: Iterable[str], *envs: str) -> None:
+    """Allow imports from the working directory; see `add_working_directory`.
 
     Args:
       modules: Values of --import.
       envs: Registered names, FILE.py:CLASS or MODULE:NAME.
     """
-    try:
-        add_working_directory([*(modules or ()), *filter(is_user_env, envs)])
-    except EnvStartError as error:
-        fail(error, 2)
+    add_working_directory([*modules, *filter(is_user_env, envs)])
 
 
 def add_working_directory(references: Iterable[str], *, always: bool = False) -> None:

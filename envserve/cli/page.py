@@ -28,7 +28,7 @@ _VIEWING_SECONDS: Final = 60
 
 
 def page(
-    addresses: Addresses = None,
+    addresses: Addresses = (THIS_HOST,),
     *,
     run: Path | None = None,
     host: Host = "127.0.0.1",
@@ -55,8 +55,7 @@ def page(
     raise_file_limit()
     missing = f"; the page needs additional packages: {install_command('page')}"
     try:
-        references = addresses or [THIS_HOST]
-        resolved = [address for name in references for address in resolve(name)]
+        resolved = [address for name in addresses for address in resolve(name)]
         feed = DataFeed(resolved, run, partial(Observer, insecure=insecure))
         until_parent_ends = partial(_wait_for_parent, feed)
         wait = until_parent_ends if end_with_stdin else threading.Event().wait

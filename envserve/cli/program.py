@@ -46,7 +46,14 @@ from envserve.cli.completion import (
     install_completion,
     line_to_complete,
 )
-from envserve.cli.terminal import fail, prepare_streams, write
+from envserve.cli.terminal import (
+    error_code,
+    fail,
+    prepare_streams,
+    show_error,
+    write,
+)
+from envserve.errors import EnvserveError
 from envserve.text import nearest_name
 
 Command = Callable[..., Any]
@@ -523,6 +530,9 @@ class Program:
             code = self._run(sys.argv[1:] if words is None else words)
         except SystemExit as ending:
             code = ending.code
+        except EnvserveError as error:
+            show_error(error)
+            code = error_code(error)
         except (EOFError, KeyboardInterrupt):
             write(sys.stderr, "\n")
             code = 130

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def replay(
     file: Path,
     *,
-    import_: Import = None,
+    import_: Import = (),
     timeout: Seconds | None = None,
     pdb: bool = False,
     film: Path | None = None,
@@ -53,16 +53,12 @@ def replay(
     if pdb and film:
         fail("expected --pdb or --film; got both", 2)
     import_from_here(import_)
-    modules = import_ or ()
-    try:
-        repro = replays.load_repro(file)
-    except EnvserveError as error:
-        fail(error, 2)
+    repro = replays.load_repro(file)
     # `Program.main` handles errors of stdout.
     print(replays.describe_repro(repro), flush=True)
     try:
         if pdb:
-            import_env_modules(modules)
+            import_env_modules(import_)
             if not _debug(repro):
                 fail("the env did not crash; there is nothing to debug", 1)
             return 0
@@ -73,7 +69,7 @@ def replay(
                 on_frame = partial(_add_frame, writer)
                 # The worker that replays the crash inherits these variables.
                 os.environ.update(headless_variables(os.environ))
-            launcher = stack.enter_context(contextlib.closing(Launcher(modules)))
+            launcher = stack.enter_context(contextlib.closing(Launcher(import_)))
             result = replays.replay(repro, launcher, timeout, on_frame, last)
             has_imported = launcher.has_imported
     except (EnvserveError, OSError) as error:
@@ -109,7 +105,7 @@ def _debug(repro: Repro) -> bool:
     from envserve.worker.replay_worker import apply_actions, build_env
 
     try:
-        env, spec = build_env(repro)
+        env = build_env(repro)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise EnvStartError(f"the env cannot be built: {reason}") from error
@@ -135,7 +131,7 @@ def _debug(repro: Repro) -> bool:
             env.intercept_calls(step)
 
     try:
-        apply_actions(repro, env, spec, on_action)
+        apply_actions(repro, env, on_action)
     except bdb.BdbQuit:
         return True
     except Exception as error:

@@ -84,7 +84,7 @@ _ON_RAY: Final = Option(panel="On Ray")
 
 
 def start(
-    env: Annotated[list[str] | None, Option(values=env_names)] = None,
+    env: Annotated[tuple[str, ...], Option(values=env_names)] = (),
     *,
     reload: Annotated[bool, _RELOAD] = False,
     fields: Annotated[dict[str, Any], Fields(HostSettings, _describe_option)],
@@ -127,8 +127,8 @@ def start(
         flag = "--servers" if servers > 1 else "--resources"
         flag = flag if scale_to is None else "--scale-to"
         fail(f"{flag} requires --on ray; add --on ray, or omit {flag}", 2)
-    names = [*(env or ()), *fields.get("env_names", ())]
-    import_from_here(fields.get("import_modules"), *names)
+    names = [*env, *fields.get("env_names", ())]
+    import_from_here(fields.get("import_modules", ()), *names)
     host = _host_settings({**fields, "env_names": names or None})
     serve = partial(_serve, address_file)
     if not reload:
@@ -136,10 +136,7 @@ def start(
     from envserve.pool.worker_states import Exit
     from envserve.server.reload import serve_with_reload
 
-    try:
-        code = serve_with_reload(host, serve)
-    except EnvserveError as error:
-        fail(error)
+    code = serve_with_reload(host, serve)
     if -code in stop_signals():
         # The server was still starting. End as a server without --reload does.
         signal.raise_signal(-code)
@@ -221,12 +218,8 @@ def _serve(
             asyncio.run(serve(host, on_ready))
         except (EnvserveError, OSError) as error:
             show_error(error)
-            return _start_code(error)
+            return 3 if isinstance(error, SelfTestError) else error_code(error)
     return 0
-
-
-def _start_code(error: Exception) -> int:
-    return 3 if isinstance(error, SelfTestError) else error_code(error)
 
 
 def _serve_on_ray(
@@ -241,22 +234,19 @@ def _serve_on_ray(
     from envserve.ray import EnvServers, scale_down
 
     name = "ray://default/envs" if on == "ray" else on
-    try:
-        if scale_to is not None:
-            number = scale_to - scale_down(name, scale_to)
-            if not number:
-                print(f"envserve: {scale_to} servers are left on {name}")
-                return 0
-        with contextlib.ExitStack() as stack:
-            servers = EnvServers(number, options, resources=resources, address=name)
-            # Servers that are still draining after this time are killed.
-            stack.callback(servers.stop, 60.0 + drain_grace)
-            for signum in stop_signals():
-                signal.signal(signum, lambda *_: sys.exit(0))
-            print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
-            signal.pause()
-    except EnvserveError as error:
-        fail(error, _start_code(error))
+    if scale_to is not None:
+        number = scale_to - scale_down(name, scale_to)
+        if not number:
+            print(f"envserve: {scale_to} servers are left on {name}")
+            return 0
+    with contextlib.ExitStack() as stack:
+        servers = EnvServers(number, options, resources=resources, address=name)
+        # Servers that are still draining after this time are killed.
+        stack.callback(servers.stop, 60.0 + drain_grace)
+        for signum in stop_signals():
+            signal.signal(signum, lambda *_: sys.exit(0))
+        print(f"envserve: ready on {name}:", *servers.addresses(), flush=True)
+        signal.pause()
     return 0
 
 

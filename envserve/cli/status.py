@@ -26,7 +26,7 @@ _FAULTS: Final = {"ENV_ERROR": "raised", "WORKER_DIED": "died", "TIMEOUT": "hung
 
 
 def status(
-    addresses: Addresses = None,
+    addresses: Addresses = (THIS_HOST,),
     *,
     json_: bool = False,
     timeout: Timeout = 2.0,
@@ -44,7 +44,7 @@ def status(
 
     from envserve.monitoring.server_monitor import monitored_servers, poll_servers
 
-    with monitored_servers(addresses or [THIS_HOST], insecure=insecure) as monitored:
+    with monitored_servers(addresses, insecure=insecure) as monitored:
         poll_servers(monitored, timeout, _GAP_SECONDS)
         if json_:
             encoded = json.encode([server.as_dict() for server in monitored])

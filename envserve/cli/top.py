@@ -17,7 +17,7 @@ _TIMEOUT_SECONDS: Final = 2.0
 
 
 def top(
-    addresses: Addresses = None,
+    addresses: Addresses = (THIS_HOST,),
     *,
     interval: Annotated[float, Meta(ge=0.1, le=1e6)] = 1.0,
     insecure: Insecure = False,
@@ -38,7 +38,7 @@ def top(
     can_redraw = screen.is_terminal and not screen.is_dumb_terminal
     with (
         contextlib.suppress(KeyboardInterrupt),
-        monitored_servers(addresses or [THIS_HOST], insecure=insecure) as monitored,
+        monitored_servers(addresses, insecure=insecure) as monitored,
     ):
         if not any(server.is_resolved for server in monitored):
             fail(monitored[0].error, 2)

@@ -28,7 +28,7 @@ only one process writes a row at a time. Nothing here blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -114,15 +114,6 @@ class _BlockSlot:
     resetting: set[int] = field(default_factory=set)
     steps_when_overwritten: int = -1
 
-    def message(self, is_lost: bool, reset_payload: bytes) -> bytes:
-        """Encode the operation; a lost block's step is a RESET with `reset_payload`."""
-        index, sequence = self.block.index, self.sequence
-        if self.kind != _STEP:
-            return pack_message(self.kind, index, sequence, self.task.payload)
-        if is_lost:
-            return pack_message(MessageKind.RESET, index, sequence, reset_payload)
-        return pack_message(MessageKind.STEP, index, sequence)
-
     def save_final_observation(self, rows: Rows) -> None:
         """Copy the last observations of a lost step to `final_observation`, once.
 
@@ -186,12 +177,10 @@ class BlockOperations:
         """Indices of the lost blocks that have an operation in flight."""
         return {index for index in self.losses if self._slots[index].kind}
 
-    def rows_where(
-        self, predicate: Callable[[SupervisedWorker, int], object]
-    ) -> list[int]:
-        """Return the rows of all blocks for which `predicate(worker, kind)` is true."""
-        slots = (s for s in self._slots if predicate(s.worker, s.kind))
-        return [row for slot in slots for row in slot.block.rows]
+    @property
+    def num_rows_in_flight(self) -> int:
+        """Number of rows with an operation in flight."""
+        return sum(len(slot.block.rows) for slot in self._slots if slot.kind)
 
     # Submitting.
 
@@ -243,12 +232,21 @@ class BlockOperations:
                     self.has_new_absent = True
                     if worker.error is not None:
                         self._finish(slot, Outcome(index, error=worker.error))
-                message = slot.message(index in self.losses, self._reset_payload)
+                message = self._message(slot)
             if worker.state is WorkerState.SERVING:
                 outbox.setdefault(worker, []).append(message)
         self._sequence = sequence
         for worker, messages in outbox.items():
             worker.send(b"".join(messages), len(messages), now)
+
+    def _message(self, slot: _BlockSlot) -> bytes:
+        """Encode the operation of a block; the step of a lost block is a RESET."""
+        kind, index, payload = slot.kind, slot.block.index, b""
+        if kind != _STEP:
+            payload = slot.task.payload
+        elif index in self.losses:
+            kind, payload = MessageKind.RESET, self._reset_payload
+        return pack_message(kind, index, slot.sequence, payload)
 
     def record_resets(self, resets: Sequence[Reset]) -> None:
         """Record that episodes begin, and keep the reset options for repro files."""
@@ -315,11 +313,8 @@ class BlockOperations:
             self.fault_log.attach(workers.slab, spec)
             self.metrics.slab = workers.slab
             self.state = "ready"
-        messages = [
-            slot.message(slot.block.index in self.losses, self._reset_payload)
-            for slot in self._slots_of(worker)
-            if slot.kind
-        ]
+        slots = self._slots_of(worker)
+        messages = [self._message(slot) for slot in slots if slot.kind]
         if messages:
             worker.send(b"".join(messages), len(messages), now)
 

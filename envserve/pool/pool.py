@@ -209,12 +209,12 @@ class Pool:
     @property
     def num_rows_in_flight(self) -> int:
         """Number of rows with an operation (step, reset or call) in flight."""
-        return len(self._operations.rows_where(lambda _, kind: kind))
+        return self._operations.num_rows_in_flight
 
     def status(self, max_episodes: int, **fields: Any) -> LeaseStatus:
         """Return the status of the pool's lease; see `PoolMetrics.status`."""
-        serving = WorkerState.SERVING
-        absent = self._operations.rows_where(lambda w, _: w.state is not serving)
+        lost = (w for w in self._workers.all if w.state is not WorkerState.SERVING)
+        absent = sorted(row for w in lost for block in w.blocks for row in block.rows)
         return self.metrics.status(
             max_episodes,
             env_name=self.config.env_name,

@@ -7,7 +7,6 @@ actions outside their space. Every error names the first env whose action is inv
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,10 +31,11 @@ _warned: Final[set[str]] = set()
 
 
 class ActionBounds:
-    """Checks quickly whether the actions of a range of rows are within bounds.
+    """Checks the bounds of the actions in a server's rows.
 
-    If they are not, call `check_action_rows`, which raises an error that names the
-    invalid action.
+    Shapes and dtypes are correct by construction. Encoded actions are not decoded: the
+    worker does that, and an invalid action fails only the block of the client that sent
+    it.
     """
 
     def __init__(
@@ -50,23 +50,33 @@ class ActionBounds:
           mode: With "pass", any finite value is within bounds.
         """
         self._leaves = [
-            (array, leaf.dtype_limits if mode == "pass" else leaf.limits)
+            (leaf, array, leaf.dtype_limits if mode == "pass" else leaf.limits)
             for leaf, array in zip(spec.action_leaves, actions, strict=True)
             if array.size
         ]
         #: Caches the array views and limits of each range of rows, because the same
         #: ranges are checked in every step.
-        self._parts: dict[tuple[int, int], list[tuple[Array, Any]]] = {}
+        self._parts: dict[tuple[int, int], list[tuple[Leaf, Array, Any]]] = {}
 
-    def all_within(self, start: int, stop: int) -> bool:
-        """Return whether the actions in rows [start, stop) are within bounds."""
+    def check(self, start: int, stop: int) -> None:
+        """Check the actions in rows `start` to `stop` (exclusive).
+
+        Raises:
+          ActionError: An action is out of bounds or not finite. The message names the
+            env, the leaf, and the bounds.
+        """
         part = self._parts.get((start, stop))
         if part is None:
-            part = [(array[start:stop], limits) for array, limits in self._leaves]
+            part = [(leaf, array[start:stop], bs) for leaf, array, bs in self._leaves]
             if len(self._parts) == _MAX_PARTS:
                 self._parts.clear()
             self._parts[start, stop] = part
-        return all(itertools.starmap(_all_within, part))
+        for leaf, array, limits in part:
+            if not _all_within(array, limits):
+                prefix = partial(_prefix, range(start, stop), stop - start)
+                _check_finite(leaf, array, prefix)
+                is_valid = _is_within(array, limits)
+                raise ActionError(_out_of_bounds(leaf, array, is_valid, prefix))
 
 
 def check_actions(
@@ -131,38 +141,6 @@ def check_actions(
         precision = min(leaf.dtype, unchecked.dtype, key=lambda dtype: dtype.itemsize)
         arrays.append(_to_bounds(spec.env_name, leaf, array, prefix, mode, precision))
     return arrays
-
-
-def check_action_rows(
-    spec: EnvSpec,
-    actions: Sequence[Array],
-    start: int,
-    stop: int,
-    mode: str = "check",
-) -> None:
-    """Check the actions in rows `start` to `stop` (exclusive) of a server or pool.
-
-    Shapes and dtypes are correct by construction. Encoded actions are not checked by
-    this function: the worker decodes them, and an invalid action fails only the block
-    of the client that sent it.
-
-    Args:
-      spec: Spec of the envs.
-      actions: Arrays `[num_envs, ...]`, one per action leaf.
-      start: First row.
-      stop: Row after the last.
-      mode: With "pass", actions only have to be finite.
-
-    Raises:
-      ActionError: An action is out of bounds or not finite. The message names the env,
-        the leaf, and the bounds.
-    """
-    prefix = partial(_prefix, range(start, stop), stop - start)
-    for leaf, array in zip(spec.action_leaves, actions, strict=True):
-        part = array[start:stop]
-        _check_finite(leaf, part, prefix)
-        if mode != "pass" and not (is_valid := _is_within(part, leaf.limits)).all():
-            raise ActionError(_out_of_bounds(leaf, part, is_valid, prefix))
 
 
 def _as_array(leaf: Leaf, value: Any, num_envs: int) -> Array:

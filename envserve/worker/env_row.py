@@ -58,6 +58,7 @@ class EnvRow:
       incarnation: Number of times the env was rebuilt, in this and earlier processes.
         Each incarnation has a different default seed.
       record: The row's record in the action ring, after `attach`.
+      spec: Spaces of the env, after `build`.
       inner_env: The env without its wrappers, after `build`.
       is_fresh: Whether the env has not been reset since it was built.
       attributes: Attributes that clients have set, to be restored in a rebuilt env.
@@ -124,7 +125,7 @@ class EnvRow:
                 f"expected an env with the attribute {error.name}; "
                 f"{type(error.obj).__name__} has none; set it to a space of Gymnasium"
             ) from None
-        spec = self._spec = EnvSpec(request.env_name, *spaces)
+        spec = self.spec = EnvSpec(request.env_name, *spaces)
         self._space = spec.observation_space
         # Both raise a SpaceError if the space is not supported.
         self._leaves, _ = spec.observation_leaves, spec.action_leaves
@@ -141,7 +142,7 @@ class EnvRow:
         """
         self.close()
         self.incarnation += 1
-        first = self._spec
+        first = self.spec
         check_rebuilt(self.env_index, first, self.build(), self.request)
         for name, value in self.attributes.items():
             self._set_attribute(name, copy.deepcopy(value))

@@ -16,10 +16,11 @@ import contextlib
 import gc
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from envserve.crashes.action_ring import ActionRing, ring_nbytes
+from envserve.envs import registry
 from envserve.envs.global_generators import seed_global_generators
 from envserve.envs.pickled_code import UserCode
 from envserve.envs.seeding import env_seed
@@ -60,16 +61,14 @@ _COMPLETE_ERRORS: Final = (EnvStartError, SpaceError)
 
 
 def run(
-    channel: socket.socket,
-    import_modules: Callable[[Callable[[str], None]], str] = lambda report: "",
+    channel: socket.socket, import_modules: Sequence[str] = (), error: str = ""
 ) -> None:
     """Serve a pool until it sends CLOSE or closes its socket.
 
     Args:
       channel: The worker's end of the socket pair.
-      import_modules: Imports the user's env modules, and returns an error message or
-        "". Its argument is called with the name of each module before the import, and
-        with "" at the end.
+      import_modules: Env modules that the template has not imported.
+      error: Error of an import in the template, or "".
     """
     with channel:
         # A child that an env forks must not receive the messages for its parent.
@@ -87,13 +86,13 @@ def run(
                 fields = codec.decode(build.payload, max_bytes=MAX_MESSAGE_BYTES)
             if gpu := fields.get("gpu"):  # set before a module initialises CUDA
                 os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-
-            def report_import(module: str) -> None:
+            for module in (*import_modules, "") if import_modules else ():
                 payload = utf8_tail(module).encode()
                 channel.sendall(pack_message(MessageKind.IMPORTING, payload=payload))
-
-            if import_error := import_modules(report_import):
-                raise EnvStartError(import_error)
+                if module and not error:
+                    error = import_error(module)
+            if error:
+                raise EnvStartError(error)
             if is_replay:
                 replay_worker.run(channel, build.payload, build.sequence)
                 return
@@ -111,10 +110,21 @@ def run(
                 else:
                     worker.handle(message)
             worker.close()
-        except BaseException as error:  # including an env's SystemExit
-            failed = _failure_message(error)
+        except BaseException as failure:  # including an env's SystemExit
+            failed = _failure_message(failure)
             with contextlib.suppress(OSError):  # the pool may have exited
                 channel.sendall(failed)
+
+
+def import_error(module: str) -> str:
+    """Import an env module; return the error if this fails, or ""."""
+    try:
+        registry.import_env_modules([module])
+    except Exception as error:
+        return str(error)
+    except BaseException as error:  # such as SystemExit; Ctrl-C does not reach it
+        return f"importing {module} raised {error!r}"
+    return ""
 
 
 def _build_message_of(fields: dict[str, Any]) -> BuildMessage:

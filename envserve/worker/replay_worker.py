@@ -47,10 +47,10 @@ def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
             channel.sendall(_render_video_frame(env))
         channel.sendall(pack_message(MessageKind.DONE, sequence=number))
 
-    env, spec = build_env(repro)
+    env = build_env(repro)
     channel.sendall(pack_message(MessageKind.BUILT))
     try:
-        apply_actions(repro, env, spec, on_action)
+        apply_actions(repro, env, on_action)
         if num_frames:
             channel.sendall(_render_video_frame(env))
     except VideoError as error:
@@ -64,7 +64,7 @@ def run(channel: socket.socket, payload: bytes, num_frames: int = 0) -> None:
         channel.sendall(pack_message(MessageKind.READY))
 
 
-def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
+def build_env(repro: Repro) -> EnvRow:
     """Build the env of a repro file.
 
     Raises:
@@ -89,9 +89,8 @@ def build_env(repro: Repro) -> tuple[EnvRow, EnvSpec]:
     )
     checks = EnvChecks(repro.nonfinite, repro.strict_spaces)
     env = EnvRow(request, 0, repro.played.incarnation, checks, context=repro.context)
-    spec = env.build()
-    _check_actions(repro, spec)
-    return env, spec
+    _check_actions(repro, env.build())
+    return env
 
 
 def _render_video_frame(env: EnvRow) -> bytes:
@@ -111,15 +110,12 @@ def _render_video_frame(env: EnvRow) -> bytes:
     )
 
 
-def apply_actions(
-    repro: Repro, env: EnvRow, spec: EnvSpec, on_action: Callable[[int], None]
-) -> Rows:
+def apply_actions(repro: Repro, env: EnvRow, on_action: Callable[[int], None]) -> Rows:
     """Reset an env that was just built, and apply the actions of a repro file.
 
     Args:
       repro: The content of the repro file.
       env: The env.
-      spec: Spaces of the env.
       on_action: Called with the number of each action (from 1) before it is applied,
         and with 0 before the reset.
 
@@ -129,7 +125,7 @@ def apply_actions(
     Raises:
       Exception: The env's exception, or `SpaceViolation`.
     """
-    rows = Rows.allocate(spec, 1)
+    rows = Rows.allocate(env.spec, 1)
     env.attach(rows, private_heartbeat(), RowRecord.private())
     played = repro.played
     if played.generator is not None:
@@ -140,7 +136,7 @@ def apply_actions(
         restore_rng_state(env.inner_env, played.generator)
     on_action(0)
     env.reset(played.seed, played.options)
-    for number, action in enumerate(decode_actions(spec, played.actions), 1):
+    for number, action in enumerate(decode_actions(env.spec, played.actions), 1):
         on_action(number)
         reward, *_ = env.step(action)
         env.check_finite(reward)

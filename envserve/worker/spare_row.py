@@ -104,8 +104,7 @@ class SpareRow:
 
     def build(self) -> EnvSpec:
         """Build the active env; return its spec."""
-        self._spec = self._active.build()
-        return self._spec
+        return self._active.build()
 
     def build_spare(self) -> EnvSpec:
         """Build the spare env; return its spec."""
@@ -123,7 +122,7 @@ class SpareRow:
         self._heartbeat = heartbeat
         self.record = record
         self._spare_record = RowRecord.private()
-        self._spare_rows = Rows.allocate(self._spec, 1)
+        self._spare_rows = Rows.allocate(self._active.spec, 1)
         self._spare_heartbeat = private_heartbeat()
         self._active.attach(rows, heartbeat, record)
 

@@ -48,7 +48,7 @@ import socket
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -325,6 +325,7 @@ class _Template:
         self, modules: list[str], env_names: list[str] | None, lists_names: bool
     ) -> None:
         from envserve.envs import registry
+        from envserve.worker.process import import_error
         from envserve.worker.worker_report import utf8_tail
 
         if env_names is None:
@@ -342,7 +343,7 @@ class _Template:
                     registry.preload(name)
                     num_preloaded += 1
             elif not self._import_error:
-                self._import_error = _import_error(name)
+                self._import_error = import_error(name)
             file = Path(split_reference(name)[0]).name
             file_of_thread = dict.fromkeys(thread_ids(), file) | file_of_thread
         names, error = [], self._import_error
@@ -468,7 +469,7 @@ class _Template:
             os.set_inheritable(fd, False)
             channel = unpatched.socket(fileno=fd)
             channel.settimeout(None)  # modules may change the default timeout
-            process.run(channel, self._import_in_worker)
+            process.run(channel, self._worker_imports, self._import_error)
             code = 0
         except BaseException:
             # The exception must not reach the callers of this function, because they
@@ -479,15 +480,6 @@ class _Template:
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-
-    def _import_in_worker(self, report: Callable[[str], None]) -> str:
-        """Import the modules that this process has not imported; return the error."""
-        for module in self._worker_imports:
-            report(module)
-            self._import_error = self._import_error or _import_error(module)
-        if self._worker_imports:
-            report("")
-        return self._import_error
 
     def _drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -544,19 +536,6 @@ class _Template:
             self._owner.sendall(
                 pack_message(MessageKind.FORK, payload=codec.encode(message))
             )
-
-
-def _import_error(module: str) -> str:
-    """Import a module; return the error if this fails, or ""."""
-    from envserve.envs import registry
-
-    try:
-        registry.import_env_modules([module])
-    except Exception as error:
-        return str(error)
-    except BaseException as error:  # such as SystemExit; Ctrl-C does not reach it
-        return f"importing {module} raised {error!r}"
-    return ""
 
 
 def thread_ids() -> set[object]:

@@ -173,8 +173,8 @@ class IgnoresBootIds(Server):
 @found_by("fenced")
 class IgnoresEpochs(Server):
     def change_request(self, message: Message) -> Message:
-        lease = self.lease_of(message)
-        return changed(message, epoch=lease.epoch) if lease else message
+        record = self.protocol.leases.get(("", message.session))
+        return changed(message, epoch=record.number) if record else message
 
 
 @found_by("attached_again")

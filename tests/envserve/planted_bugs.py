@@ -83,7 +83,7 @@ def a_stale_epoch_is_accepted(patch: Patch) -> None:
     def alter(self: Any, asked: Any) -> Any:
         record = self.leases.get((OWNER, asked.session))
         if record is not None and record.lease is not None:
-            asked.epoch = record.lease.epoch
+            asked.epoch = record.number
         return asked
 
     alter_messages(patch, ServerProtocol, alter)

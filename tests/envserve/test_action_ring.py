@@ -142,7 +142,8 @@ class RecordedRow:
         repro = decode_repro(encode_repro(repro))
         request = self.request(first_env_index=7)
         env = EnvRow(request, 0, repro.played.incarnation)
-        rows = apply_actions(repro, env, env.build(), lambda _: None)
+        env.build()
+        rows = apply_actions(repro, env, lambda _: None)
         seen: list[float] = rows.observation[0][0].tolist()
         return seen
 

@@ -11,7 +11,7 @@ from gymnasium.vector.utils import batch_space
 
 from envserve.errors import ActionError
 from envserve.slab import Rows
-from envserve.spaces.action_checks import check_action_rows, check_actions
+from envserve.spaces.action_checks import ActionBounds, check_actions
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.leaves import flatten
 from tests.oracle.probe_envs import SPACES
@@ -242,7 +242,7 @@ def rows_with(action: Any) -> tuple[EnvSpec, Rows]:
 
 def test_valid_rows_raise_nothing() -> None:
     spec, rows = rows_with({"push": 1.0, "press": (3, 1)})
-    check_action_rows(spec, rows.action, 0, 4)
+    ActionBounds(spec, rows.action).check(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -258,9 +258,10 @@ def test_the_error_about_a_row_names_its_index_in_the_slab(
 ) -> None:
     spec, rows = rows_with({"push": 0.0, "press": (1, 0)})
     rows.action[leaf][row] = value
+    bounds = ActionBounds(spec, rows.action)
     with pytest.raises(ActionError, match=text):
-        check_action_rows(spec, rows.action, 2, 4)
-    check_action_rows(spec, rows.action, 0, 2)
+        bounds.check(2, 4)
+    bounds.check(0, 2)
 
 
 # Actions outside the action space.

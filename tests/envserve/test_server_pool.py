@@ -198,9 +198,9 @@ def test_the_garbage_collector_can_close_a_batch_in_the_thread_of_a_poll(
     caplog: pytest.LogCaptureFixture,
     wait_until: WaitUntil,
 ) -> None:
-    def collect_garbage(*_: object, **__: object) -> module.QueryResult:
+    def collect_garbage(*_: object, **__: object) -> dict[str, Welcome]:
         server_pool.remove(None, time.monotonic() + 120)
-        return module.QueryResult({}, {})
+        return {}
 
     monkeypatch.setattr(module, "query_servers", collect_garbage)
     since = time.monotonic()

@@ -15,7 +15,7 @@ from envserve.crashes.action_ring import RowRecord
 from envserve.errors import SpaceError
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat, write_lost
-from envserve.spaces.action_checks import check_action_rows, check_actions
+from envserve.spaces.action_checks import ActionBounds, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.leaves import unflatten
 from envserve.spaces.variable_length import decode_actions, decode_observation
@@ -85,7 +85,7 @@ class WorkerAndClient:
         for target, array in zip(self.client_rows.action, arrays, strict=True):
             target[...] = array
         self.worker_part.unpack_actions(*self.client_part.pack_actions())
-        check_action_rows(self.client_spec, self.worker_rows.action, 0, NUM_ENVS)
+        ActionBounds(self.client_spec, self.worker_rows.action).check(0, NUM_ENVS)
         values = decode_actions(
             self.worker_spec, [array.copy() for array in self.worker_rows.action]
         )

@@ -24,7 +24,7 @@ from envserve.errors import ActionError, CodecError, SpaceError
 from envserve.pool.fault_log import _format_action
 from envserve.settings import EnvRequest
 from envserve.slab import Rows, Status, private_heartbeat
-from envserve.spaces.action_checks import ActionBounds, check_action_rows, check_actions
+from envserve.spaces.action_checks import ActionBounds, check_actions
 from envserve.spaces.env_spec import EnvSpec, describe, restore
 from envserve.spaces.variable_length import decode_actions, encode_row
 from envserve.worker.env_row import EnvRow
@@ -58,8 +58,7 @@ def test_a_server_does_not_decode_actions_but_a_worker_rejects_invalid_ones() ->
     spec = EnvSpec("A", FLOATS, Text(3))
     rows = Rows.allocate(spec, 2)
     rows.action[0][:] = row_of(spec.action_leaves[0], [1])
-    check_action_rows(spec, rows.action, 0, 2)
-    assert ActionBounds(spec, rows.action).all_within(0, 2)
+    ActionBounds(spec, rows.action).check(0, 2)
     with pytest.raises(CodecError, match="expected a value of Text"):
         decode_actions(spec, rows.action)
 
@@ -99,10 +98,9 @@ def test_a_repro_file_replays_the_same_actions(name: str) -> None:
         end=End(status=Status.ENV_ERROR, text=""),
     )
     again = EnvRow(request, 0)
+    again.build()
     numbers: list[int] = []
-    seen = apply_actions(
-        decode_repro(encode_repro(repro)), again, again.build(), numbers.append
-    )
+    seen = apply_actions(decode_repro(encode_repro(repro)), again, numbers.append)
     assert numbers == [0, 1, 2]
     for left, right in zip(rows.observation, seen.observation, strict=True):
         np.testing.assert_array_equal(left, right)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
 
 from envserve.client.link.connection import SharedContext
 from envserve.client.link.discovery import SOURCE_SCHEMES, resolve
@@ -183,86 +183,78 @@ class ServerPool:
         hosts are not looked up, because their addresses stay the same.
         """
         changing = [each for each in self._known if each.startswith(SOURCE_SCHEMES)]
-        results = [(source, _try_resolve(source)) for source in changing]
-        failed = {source: error for source, error in results if isinstance(error, str)}
-        self._known |= {
-            source: found for source, found in results if not isinstance(found, str)
-        }
-        addresses = {address for found in self._known.values() for address in found}
+        found, failed = _resolve_all(changing)
+        self._known |= found
+        addresses = {address for each in self._known.values() for address in each}
         with self._lock:
             lanes = self.placement.num_lanes()
         if not is_full:
             most = max(lanes.values(), default=0)
             addresses = {each for each in addresses if lanes[each] + 2 <= most}
-        found = query_servers(addresses, _REPLY_SECONDS, insecure=self._insecure)
-        for name, error in {**failed, **found.errors}.items():
+        replies = query_servers(addresses, _REPLY_SECONDS, insecure=self._insecure)
+        errors = {at: e for at, e in replies.items() if not isinstance(e, Welcome)}
+        texts = {
+            address.removeprefix("tcp://"): str(error).removeprefix(f"{address}: ")
+            for address, error in errors.items()
+        }
+        for name, error in {**failed, **texts}.items():
             if error not in self._reported:
                 self._reported.add(error)
                 _LOGGER.warning("%s: %s; it gets no rows", name, error)
-        welcomes = found.welcomes
-        silent = [address for address, welcome in welcomes.items() if welcome is None]
-        with ThreadPoolExecutor(max(1, len(silent))) as threads:
-            gone = set(itertools.compress(silent, threads.map(_is_refused, silent)))
+        with ThreadPoolExecutor(max(1, len(errors))) as threads:
+            gone = set(itertools.compress(errors, threads.map(_is_refused, errors)))
         with self._lock:
             self.placement.num_free = {
-                address: welcome.free_envs
-                for address, welcome in welcomes.items()
-                if welcome and not (welcome.is_draining or welcome.is_starting)
+                address: reply.free_envs
+                for address, reply in replies.items()
+                if isinstance(reply, Welcome)
+                and not (reply.is_draining or reply.is_starting)
             }
             if not is_full:
                 return
             # An address that no source lists is gone if all sources were resolved.
             if not failed:
-                gone.update({*self.placement.locations.values()} - welcomes.keys())
+                gone.update({*self.placement.locations.values()} - replies.keys())
             self._gone, self.polled_at = gone, began_at
             pause = _PAUSE_SECONDS + _PAUSE_SECONDS_PER_SERVER * len(addresses)
             self._next_poll_at = time.monotonic() + pause
 
 
-def _try_resolve(source: str) -> tuple[str, ...] | str:
-    """Return the addresses of a source, or the text of the error."""
-    try:
-        return resolve(source)
-    except ConnectError as error:
-        return str(error)
-
-
-class QueryResult(NamedTuple):
-    """The replies of several servers to HELLO.
-
-    Attributes:
-      welcomes: The WELCOME of each server by address; None if it did not reply.
-      errors: Error messages of servers that did not reply, by address.
-    """
-
-    welcomes: dict[str, Welcome | None]
-    errors: dict[str, str]
+def _resolve_all(
+    sources: Iterable[str],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the addresses of each source, and the error of each that has none."""
+    found, failed = dict[str, tuple[str, ...]](), dict[str, str]()
+    for source in sources:
+        try:
+            found[source] = resolve(source)
+        except ConnectError as error:
+            failed[source] = str(error)
+    return found, failed
 
 
 def query_servers(
     addresses: Iterable[str], timeout_seconds: float, *, insecure: bool
-) -> QueryResult:
-    """Send HELLO to all servers concurrently, and return their replies.
+) -> dict[str, Welcome | EnvserveError]:
+    """Send HELLO to all servers concurrently; return the reply or error of each.
 
     Raises:
       ConnectError: The process's limit on open files is too low.
     """
-    found = QueryResult(dict.fromkeys(addresses), {})
-    raise_file_limit_for(len(found.welcomes))
-    context = SharedContext(len(found.welcomes))
+    servers = [*dict.fromkeys(addresses)]
+    raise_file_limit_for(len(servers))
+    context = SharedContext(len(servers))
 
-    def query(address: str) -> None:
+    def query(address: str) -> Welcome | EnvserveError:
         try:
-            found.welcomes[address] = request_welcome(
+            return request_welcome(
                 address, timeout_seconds, insecure=insecure, context=context
             )
         except EnvserveError as error:
-            text = str(error).removeprefix(f"{address}: ")
-            found.errors[address.removeprefix("tcp://")] = text
+            return error
 
-    with ThreadPoolExecutor(max(1, len(found.welcomes))) as threads:
-        list(threads.map(query, found.welcomes))
-    return found
+    with ThreadPoolExecutor(max(1, len(servers))) as threads:
+        return dict(zip(servers, threads.map(query, servers), strict=True))
 
 
 def raise_file_limit_for(num_servers: int) -> None:
@@ -290,21 +282,18 @@ def live_servers(sources: Sequence[str], *, insecure: bool = False) -> list[str]
     """
     if len(sources) == 1 and len(only := resolve(sources[0])) == 1:
         return [*only]  # no need to query it: `BatchEnv.connect` waits for its reply
-    results = [_try_resolve(source) for source in sources]
-    addresses = [
-        address for found in results if not isinstance(found, str) for address in found
-    ]
-    errors = [found for found in results if isinstance(found, str)]
-    if errors and not addresses:
-        raise AddressError("; ".join(errors))
+    found, failed = _resolve_all(sources)
+    addresses = [address for each in found.values() for address in each]
+    if failed and not addresses:
+        raise AddressError("; ".join(failed.values()))
     seconds = 2 * _REPLY_SECONDS
-    welcomes = query_servers(addresses, seconds, insecure=insecure).welcomes
+    replies = query_servers(addresses, seconds, insecure=insecure)
     alive = [
         address
-        for address, welcome in welcomes.items()
-        if welcome and not welcome.is_draining
+        for address, reply in replies.items()
+        if isinstance(reply, Welcome) and not reply.is_draining
     ]
-    return alive or list(welcomes)
+    return alive or list(replies)
 
 
 def _is_refused(address: str) -> bool:

@@ -39,8 +39,6 @@ Operation = TypeVar("Operation", int, Reset, Call)
 _LOGGER: Final = logging.getLogger(__name__)
 #: States whose `is_over` is true, computed once, because `receive` must be fast.
 _FINAL_STATES: Final = tuple(state for state in ClientState if state.is_over)
-#: Types of requests that acquire a lease.
-_ATTACHING_TYPES: Final = (MessageType.HELLO, MessageType.ATTACH)
 #: Messages that are limited like those that match no request in flight, but do not
 #: count as late.
 _NOTICES: Final = frozenset(
@@ -408,7 +406,7 @@ def _on_error(session: ClientSession, message: Message, now: float) -> bool:
     ends_session = (
         body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         or message.request == attachment.attach_id
-        or (request is not None and request.type in _ATTACHING_TYPES)
+        or (request is not None and request.type is MessageType.HELLO)
     )
     if session.state is ClientState.CLOSING and (ends_session or request is not None):
         attachment.close()

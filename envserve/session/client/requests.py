@@ -153,7 +153,7 @@ class Requests:
         self._last_id = 0
 
     def send(self, request: Request, now: float) -> None:
-        """Put a request into the outbox under a new request id."""
+        """Put a request into the outbox, once, under a new request id."""
         self._last_id += 1
         number = request.id = request.pong_after = self._last_id
         numbers = (self.session, self.boot, self.epoch)
@@ -162,9 +162,7 @@ class Requests:
         if kind is MessageType.STEP and request.part is not None:
             size = request.part.num_result_bytes
             request.reply_head = result_head(request.frames[0], len(entries), size)
-        request.attempt, request.sent_at = 0, now
-        request.resend_at = now + _FIRST_RESEND_SECONDS
-        request.resend_delay = _FIRST_RESEND_SECONDS
+        request.sent_at, request.resend_at = now, now + request.resend_delay
         self.unanswered[number] = request
         self.outbox[number] = request.frames
         # `expect_reply` is inlined here, because this method runs at every step.

@@ -49,7 +49,7 @@ from envserve.session.server.reply_builder import ReplyBuilder
 from envserve.session.states import BlockState
 from envserve.settings import ActionMode, HostSettings
 from envserve.slab import Rows
-from envserve.spaces.action_checks import ActionBounds, check_action_rows
+from envserve.spaces.action_checks import ActionBounds
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.info_columns import RowInfos
 from envserve.wire.bodies import CallBody, Pong, ResetBody
@@ -149,7 +149,6 @@ class Lease:
     """Executes the operations of one client on its blocks.
 
     Attributes:
-      epoch: Number of the lease.
       result_cache: Results of calls.
       max_result_bytes: Length of the longest possible result in bytes.
       num_late_messages: Number of late copies that were ignored.
@@ -160,25 +159,21 @@ class Lease:
         self,
         *,
         session: SessionId,
-        epoch: int,
         spec: EnvSpec,
         blocks: Sequence[Block],
         rows: Rows,
         settings: HostSettings,
         reply_builder: ReplyBuilder,
-        actions: ActionMode = "check",
+        actions: ActionMode,
     ) -> None:
-        self.epoch = epoch
         self.num_late_messages = 0
         self.answered_blocks: list[int] = []
         self._session = session
-        self._spec = spec
         self._blocks = tuple(blocks)
         self._rows = rows
         codec = RowCodec(rows)
         self.max_result_bytes = codec.max_result_bytes
         self._parts = BlockParts(codec, self._blocks)
-        self._action_mode = actions
         self._bounds = ActionBounds(spec, rows.action, actions)
         self._settings = settings
         self._reply_builder = reply_builder
@@ -220,9 +215,11 @@ class Lease:
         if message.type is MessageType.STEP:
             part = self._parts[blocks]
             part.unpack_actions(message.body, message.payload)
-            for start, stop in part.ranges:
-                if not self._bounds.all_within(start, stop):
-                    self._raise_if_invalid(start, stop)
+            try:
+                for start, stop in part.ranges:
+                    self._bounds.check(start, stop)
+            except ActionError as error:
+                raise Rejection(ErrorCode.INVALID_ACTION, str(error)) from None
             decision = _TUPLE_NEW(RunStep, (self._session, blocks))
         elif message.type is MessageType.RESET:
             resets = read_resets(message, self._blocks)
@@ -306,15 +303,6 @@ class Lease:
             for block, seq in message.entries[:4]
         )
         return Rejection(ErrorCode.GAP, where)
-
-    def _raise_if_invalid(self, start: int, stop: int) -> None:
-        """Raise Rejection if an action of the rows [start, stop) is invalid."""
-        try:
-            check_action_rows(
-                self._spec, self._rows.action, start, stop, self._action_mode
-            )
-        except ActionError as error:
-            raise Rejection(ErrorCode.INVALID_ACTION, str(error)) from None
 
     # Events of the pool.
 

@@ -394,7 +394,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """
         lease = Lease(
             session=record.session,
-            epoch=record.number,
             spec=spec,
             blocks=blocks,
             rows=rows,

@@ -152,7 +152,7 @@ class ServerProtocol:
                 and record.lease is not None
                 and message.type in _OPERATIONS
                 and message.boot == self.boot
-                and message.epoch == record.lease.epoch
+                and message.epoch == record.number
                 and message.version == VERSION
             ):
                 record.last_message_at = now
@@ -240,7 +240,7 @@ class ServerProtocol:
                     ErrorCode.BAD_MESSAGE, "the lease has not been granted yet"
                 )
             pong = Pong(running={})
-        elif message.epoch != record.lease.epoch:
+        elif message.epoch != record.number:
             return [self._reply_builder.fenced(message, "lease was granted")]
         else:
             record.request.peer = message.peer
