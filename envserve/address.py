@@ -51,6 +51,11 @@ def complete_address(address: str, *, min_port: int = 1) -> str:
     port = int(match["port"] or DEFAULT_PORT) if match else -1
     if match is None or not min_port <= port <= 65535:
         hint = "; use the port that the server has printed" if port == 0 else ""
+        if port > 65535:
+            hint = "; the largest port is 65535"
+        with contextlib.suppress(ValueError):
+            ipaddress.IPv6Address(address.removeprefix("tcp://"))
+            hint = "; write an IPv6 address in brackets: [::1]:5555"
         raise AddressError(
             f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555 or "
             f"ipc:///path, or a source of addresses like dns://sims:5555, file:///path "

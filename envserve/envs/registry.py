@@ -338,8 +338,11 @@ def _raise_for_arguments(
     if match and (
         match[1] in names or (match[2] in kwargs and match[2] not in accepted)
     ):
+        text = str(error.__cause__ or error)
+        if text.endswith("takes no arguments"):  # does not name the argument
+            text += f", got {', '.join(kwargs)}"
         raise EnvStartError(
-            f"env_kwargs: {error.__cause__ or error}; {spec.id} takes "
+            f"env_kwargs: {text}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
 

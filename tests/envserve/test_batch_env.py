@@ -244,6 +244,7 @@ UNPICKLABLE: dict[str, Any] = {"name": "Missing", "argument": threading.Lock()}
         ({"num_envs": 2, "import_modules": Path("a.py")}, "expected a list of modules"),
         ({"num_envs": 2, "wrappers": [UNPICKLABLE]}, "no wrapper named 'Missing'"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
+        ({"num_envs": 2, "addresses": 5555}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "one env per server"),
         ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "one env per server"),
     ],

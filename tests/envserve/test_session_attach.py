@@ -209,7 +209,7 @@ def test_spare_envs_count_as_leased() -> None:
     ("changes", "kind", "text"),
     [
         ({"env_name": "Fake-v1"}, UnknownEnv, "did you mean Fake-v0?"),
-        ({"env_name": "Walk"}, UnknownEnv, "there is only Fake-v0; if one of your"),
+        ({"env_name": "Walk"}, UnknownEnv, "there is only Fake-v0; to offer another"),
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),
