@@ -257,6 +257,16 @@ def test_error_messages_name_arguments_of_a_wrong_type_or_size(
         make("CartPole-v1", **arguments)
 
 
+def test_seeds_and_attribute_values_must_be_one_per_env() -> None:
+    with BatchEnv.local("CartPole-v1", 2, 1) as batch:
+        wrong: Any
+        for wrong, text in ((3, "3"), ("ab", "'ab'"), ([1], "1")):
+            with pytest.raises(ValueError, match=f"2 values, one per env; got {text}$"):
+                batch.set_attr("gravity", wrong)
+            with pytest.raises(ValueError, match=f"2 seeds, one per env; got {text}$"):
+                batch.reset(seeds=wrong)
+
+
 def test_workers_are_replaced_after_a_script_has_changed_the_spaces() -> None:
     with BatchEnv.local("CartPole-v1", 2, 1, padding_after=math.inf) as batch:
         spaces: Any = batch.observation_space, batch.action_space
