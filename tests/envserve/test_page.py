@@ -429,6 +429,12 @@ def test_the_next_free_port_is_used() -> None:
             assert browser.request("GET", "/")[0] == 200
 
 
+def test_the_url_of_a_page_on_all_interfaces_can_be_opened() -> None:
+    _, listening, url = page_server(build_over(FakeServerState()), "0.0.0.0", 0)
+    with listening:
+        assert url.startswith(f"http://127.0.0.1:{listening.getsockname()[1]}/?token=")
+
+
 @pytest.mark.parametrize(
     ("host", "error"),
     [("192.0.2.1", r"192\.0\.2\.1:80: "), ("ü..b", r"ü\.\.b:80: .*label empty")],
