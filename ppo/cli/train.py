@@ -389,7 +389,7 @@ class Monitors(contextlib.ExitStack):
         self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
-                import envserve.monitoring.page.app  # noqa: F401
+                import envserve.monitoring.page.serve  # noqa: F401
             except ModuleNotFoundError as error:
                 raise BadInputError(
                     f"--page: {error}; {install_command('page')}."
