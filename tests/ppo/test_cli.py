@@ -78,6 +78,8 @@ LONG = "x" * 300
         ),
         (["CartPole-v1", "--set", "algorithm=sac"], "sac: expected a Box action space"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
+        (["FrozenLake"], "got 'FrozenLake'. Did you mean FrozenLake-v1?"),
+        (["Pusher"], "got 'Pusher'. Did you mean Pusher-v5?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
         (["nosuch:Walk-v0"], "No module named 'nosuch'"),
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
