@@ -178,8 +178,8 @@ def _import_file(file: str) -> ModuleType:
         )
     if writable := writable_by_others(folder) or writable_by_others(str(path)):
         raise ValueError(
-            f"other users can write to {writable}; move the file to a folder that only "
-            f"you can write to"
+            f"other users can write to {writable}; change its mode with chmod go-w, or "
+            f"move the file to a folder that only you can write to"
         )
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that its files shadow no other module
