@@ -76,7 +76,10 @@ def test_the_limit_of_envs_may_be_too_high_to_matter() -> None:
 
 def test_the_pool_gets_the_arguments_of_the_attach() -> None:
     policy = HostSettings(
-        num_workers=3, step_timeout_seconds=7, allowed_kwargs=frozenset({"gravity"})
+        num_workers=3,
+        max_processes=6,
+        step_timeout_seconds=7,
+        allowed_kwargs=frozenset({"gravity"}),
     )
     server = FakeServer(policy=policy)
     arguments: dict[str, Any] = {
