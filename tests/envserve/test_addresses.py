@@ -188,9 +188,10 @@ def test_invalid_addresses_raise_address_error(source: str) -> None:
 def test_the_error_of_an_invalid_address_states_the_remedy(
     address: str, hint: str
 ) -> None:
-    with pytest.raises(AddressError, match=re.escape(f"got '{address}'; ")) as raised:
-        complete_address(address)
-    assert str(raised.value).endswith(hint)
+    for complete in (complete_address, complete_bind):
+        with pytest.raises(ValueError, match=re.escape(f"got '{address}'; ")) as raised:
+            complete(address)
+        assert str(raised.value).endswith(hint)
 
 
 def test_only_servers_may_use_port_0() -> None:
