@@ -51,6 +51,7 @@ def complete_address(address: str, *, min_port: int = 1) -> str:
     port = int(match["port"] or DEFAULT_PORT) if match else -1
     if match is None or not min_port <= port <= 65535:
         hint = "; use the port that the server has printed" if port == 0 else ""
+        hint = hint or _remedy(address)
         raise AddressError(
             f"expected an address like sim1, sim1:5555, tcp://127.0.0.1:5555 or "
             f"ipc:///path, or a source of addresses like dns://sims:5555, file:///path "
@@ -87,16 +88,27 @@ def is_local_address(address: str) -> bool:
         return True
     host, _, port = rest.rpartition(":")
     has_host = host.lstrip("[")[:1] not in ("", "]", "%")
+    has_host &= host.startswith("[") or ":" not in host  # an IPv6 address
     is_tcp = scheme == "tcp" and has_host and is_text
     if not (is_tcp and _PORT.fullmatch(port) and int(port) < 65536):
         raise ValueError(
             f"expected an address like tcp://127.0.0.1:5555 or ipc:///path; "
-            f"got {address!r}"
+            f"got {address!r}{_remedy(address)}"
         )
     try:
         return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False  # a host name, an interface or *, which other hosts may reach
+
+
+def _remedy(address: str) -> str:
+    """Return the remedy for a common mistake in an address; "" for other mistakes."""
+    with contextlib.suppress(ValueError):
+        ipaddress.IPv6Address(address.removeprefix("tcp://"))
+        return "; write an IPv6 address in brackets: [::1]:5555"
+    port = address.rpartition(":")[2]
+    is_large = _PORT.fullmatch(port) and int(port) > 65535
+    return "; the largest port is 65535" if is_large else ""
 
 
 def is_known_host(header: str, names: Collection[str]) -> bool:

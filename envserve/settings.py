@@ -67,7 +67,7 @@ _TYPE_DESCRIPTIONS: Final = {
     "`int`": "an int",
     "`int | null`": "an int or None",
     "`float`": "a number",
-    "`bool`": "a bool",
+    "`bool`": "a bool (true or false)",
     "`str`": "a str",
     "`str | null`": "a str or None",
     "`array`": "a list",

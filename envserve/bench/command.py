@@ -20,13 +20,14 @@ from envserve.bench.interleaved import (
     interleave,
 )
 from envserve.bench.workload import Workload
+from envserve.text import counted
 
 _LIMIT, _IN_PROCESS = "limit: bare loops", "envserve in-process"
 _SYNC, _ASYNC = "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"
 
 REMEDIES: Final = {
     "client": "put more envs into the batch: most of this cost is per batch step",
-    "workers and wake-ups": "use fewer workers with more envs each: wake-ups cost time",
+    "workers and wake-ups": "put more envs into each worker: wake-ups cost time",
     "server and transport": "put more envs into the batch, or run the envs in-process",
 }
 """Advice on how to reduce each overhead of a batch step, by its name in the output."""
@@ -48,8 +49,9 @@ def bench(load: Workload, num_rounds: int) -> None:
         measured = interleave(cases, num_rounds, progress.print)
     # The table needs 110 columns; a narrower console would abbreviate the cells.
     Console(width=max(110, Console().width), highlight=False).print(
-        f"{load.env_name}, {load.num_envs} envs, {load.num_workers} workers: env steps "
-        f"per second, medians over {num_rounds} rounds",
+        f"{load.env_name}, {counted(load.num_envs, 'env')}, "
+        f"{counted(load.num_workers, 'worker')}: env steps per second, medians over "
+        f"{counted(num_rounds, 'round')}",
         _table(measured),
         *_time_breakdown(measured, load.num_envs),
         sep="\n",

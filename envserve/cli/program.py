@@ -139,6 +139,8 @@ class Option:
         text = self.help
         if self.shown_default:
             text += f" [default: {self.shown_default}]"
+        elif self.is_required and self.flag:
+            text += " [required]"
         kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "metavar": self.metavar}
         kwargs["help"] = text.replace("%", "%%") if text else argparse.SUPPRESS
         if not self.flag:

@@ -50,7 +50,8 @@ def status(
             encoded = json.encode([server.as_dict() for server in monitored])
             print(json.format(encoded, indent=2).decode())
         else:
-            console().print(tables(monitored, console().width))
+            # In a pipe or file, each error is one line.
+            console().print(tables(monitored, console().width), soft_wrap=True)
         if not all(server.is_resolved for server in monitored):
             return 2
         return int(any(server.status is None for server in monitored))

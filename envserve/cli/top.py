@@ -53,6 +53,6 @@ def top(
                 if live.is_started:
                     live.update(view, refresh=True)
                 else:
-                    screen.print(view)
+                    screen.print(view, soft_wrap=True)
                     sys.stdout.flush()
                 has_ended = "q" in wait_for_keys(interval).lower()

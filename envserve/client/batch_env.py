@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from functools import partial, wraps
 from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Self, TypeVar, Unpack
 
@@ -450,8 +450,8 @@ class BatchEnv:
         """
         encoded = pack_options(options)
         indices = check_rows(env_indices, self.num_envs)
-        if seeds is not None and len(seeds) != len(indices):
-            raise ValueError(f"expected {len(indices)} seeds; got {len(seeds)}")
+        if seeds is not None:
+            _check_one_per_row("seeds", seeds, len(indices))
         for seed in () if seeds is None else seeds:
             is_int = isinstance(seed, int | np.integer)
             if seed is not None and not (is_int and 0 <= seed <= MAX_ROOT_SEED):
@@ -807,8 +807,7 @@ class BatchEnv:
           ValueError: The number of values differs from the number of envs.
         """
         rows = check_rows(env_indices, self.num_envs).tolist()
-        if len(values) != len(rows):
-            raise ValueError(f"expected {len(rows)} values; got {len(values)}")
+        _check_one_per_row("values", values, len(rows))
         self._access(rows, "set", name, dict(zip(rows, values, strict=True)))
 
     def render(self, env_index: int | RowIndices = None) -> Any:
@@ -995,6 +994,14 @@ class BatchEnv:
 
 #: All batches of this process.
 _BATCHES: Final = weakref.WeakSet[BatchEnv]()
+
+
+def _check_one_per_row(name: str, values: Sequence[Any], num_rows: int) -> None:
+    """Raise ValueError unless the values are a list or array of `num_rows` elements."""
+    is_single = isinstance(values, str) or not isinstance(values, Sized)
+    got = repr(values) if is_single else len(values)
+    if got != num_rows:
+        raise ValueError(f"expected {num_rows} {name}, one per env; got {got}")
 
 
 def _disable_batches_in_child() -> None:

@@ -178,8 +178,8 @@ def _import_file(file: str) -> ModuleType:
         )
     if writable := writable_by_others(folder) or writable_by_others(str(path)):
         raise ValueError(
-            f"other users can write to {writable}; move the file to a folder that only "
-            f"you can write to"
+            f"other users can write to {writable}; change its mode with chmod go-w, or "
+            f"move the file to a folder that only you can write to"
         )
     if folder not in sys.path:
         sys.path.append(folder)  # last, so that its files shadow no other module
@@ -338,8 +338,11 @@ def _raise_for_arguments(
     if match and (
         match[1] in names or (match[2] in kwargs and match[2] not in accepted)
     ):
+        text = str(error.__cause__ or error)
+        if text.endswith("takes no arguments"):  # does not name the argument
+            text += f", got {', '.join(kwargs)}"
         raise EnvStartError(
-            f"env_kwargs: {error.__cause__ or error}; {spec.id} takes "
+            f"env_kwargs: {text}; {spec.id} takes "
             f"{', '.join(sorted(accepted)) or 'none'}"
         ) from None
 

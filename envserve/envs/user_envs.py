@@ -206,8 +206,10 @@ def name_and_imports(
             # Workers import `import_modules` and gymnasium anyway, and cannot import
             # the module `__main__`.
             module = ""
-    elif not (is_file(module) or is_importable(name)):
-        module = ""
+    elif not is_file(module):
+        # A file in `import_modules` may already define the env.
+        is_imported = name in map(env_name_of, import_modules)
+        module = "" if is_imported or not is_importable(name) else module
     modules = filter(None, map(with_absolute_path, (*import_modules, module)))
     return name, tuple(dict.fromkeys(modules))
 

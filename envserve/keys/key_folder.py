@@ -193,7 +193,7 @@ class KeyFolder:
         Raises:
           KeyFileError: The file cannot be read or is not valid.
         """
-        pins, names = self._pins(), _names_of(address)
+        pins, names = self._pins(), [*map(_in_lower_case, _names_of(address))]
         patterns = [p for p in pins if "*" in p for n in names if fnmatchcase(n, p)]
         matches = [n for n in names if n in pins] + patterns
         return pins[matches[0]][0] if matches else None
@@ -236,7 +236,8 @@ class KeyFolder:
         with private_files.locked(self.path):
             if not may_replace:
                 self.check_pins(addresses, public)
-            pins = self._pins() | dict.fromkeys(addresses, (public, f"as={name}"))
+            pin = public, f"as={name}"
+            pins = self._pins() | dict.fromkeys(map(_in_lower_case, addresses), pin)
             lines = (
                 f"{address} {formats.encode(formats.PUBLIC, public)} {options}\n"
                 for address, (public, options) in pins.items()
@@ -262,11 +263,16 @@ class KeyFolder:
                     f"{display_path(path)}, line {number}: expected addresses "
                     f"and a public key; {error}"
                 ) from None
-            pins |= dict.fromkeys(words[0].split(","), pin)
+            pins |= dict.fromkeys(map(_in_lower_case, words[0].split(",")), pin)
         return pins
 
     def __repr__(self) -> str:
         return f"<KeyFolder {self.path}>"
+
+
+def _in_lower_case(address: str) -> str:
+    """Return a tcp:// address in lower case, because host names ignore case."""
+    return address.lower() if address.startswith("tcp://") else address
 
 
 def _names_of(address: str) -> list[str]:

@@ -265,6 +265,8 @@ class Launcher:
                     raise
                 raise_if_from_handler(error)
                 self._template_error = f"cannot run: {error}"
+                if isinstance(error, PermissionError):
+                    self._template_error += "; let the user of --worker-user run it"
                 raise WorkerError(f"{command[0]} {self._template_error}") from None
 
     def launch(

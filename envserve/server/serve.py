@@ -162,7 +162,7 @@ def _protect_memory_from_envs(worker_user: str) -> None:
     if not worker_user:
         text = (
             "this server's user: envs can read all of its files, including key files; "
-            "use --worker-user to prevent this"
+            "to prevent this, start the server as root with --worker-user"
         )
     _LOGGER.info("workers run as %s", text)
 

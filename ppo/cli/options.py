@@ -68,8 +68,8 @@ _TIMEOUT: Final = re.compile(rf"\b({'|'.join(_SECONDS)})\b")
 
 _CONNECT: Final = (
     "Address of an env server, such as sim1 or tcp://127.0.0.1:5555, or local for "
-    "worker processes on this host; repeatable. By default, the run's servers, or "
-    "local for a new run."
+    "worker processes on this host; repeatable. By default, the run's own servers, "
+    "or local if it has none."
 )
 _IMPORT: Final = (
     "Module or Python file that registers envs or wrappers, for worker processes on "

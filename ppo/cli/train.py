@@ -113,8 +113,8 @@ def train(
       run_dir: Folder to create for the run; by default, runs/CONFIG-TIME.
       resume: Resume the run in this folder from its newest checkpoint.
       restartable: For supervisors that restart the command: resume the run in
-        --run-dir if it exists, and exit with 3 if SIGINT, SIGTERM or SIGHUP stops it.
-        The exit code is 0 when the run is complete.
+        --run-dir if it exists, and exit with 3 if SIGINT, SIGTERM or SIGHUP stops it,
+        or if all servers are lost. The exit code is 0 when the run is complete.
       min_servers: Minimum number of servers that must be ready at the start; others
         can join later. By default, all servers of --connect.
       distribute: Train as one of the learners that the environment variable TF_CONFIG
@@ -389,7 +389,7 @@ class Monitors(contextlib.ExitStack):
         self._evaluated: dict[str, float] = {}  # metrics of the latest evaluation
         if has_page:
             try:
-                import envserve.monitoring.page.app  # noqa: F401
+                import envserve.monitoring.page.serve  # noqa: F401
             except ModuleNotFoundError as error:
                 raise BadInputError(
                     f"--page: {error}; {install_command('page')}."

@@ -295,7 +295,10 @@ def load_config(name: str) -> Config:
     if is_env(name):
         tuned = (config for config in CONFIGS.values() if config.env_name == name)
         return next(tuned, Config(env_name=name))
+    import gymnasium
+
     known_names = [*CONFIGS, *(config.env_name for config in CONFIGS.values())]
+    known_names += sorted(gymnasium.registry, reverse=True)  # newest versions first
     raise ConfigError(
         f"Expected {CONFIG_FORMS}; got {name!r}.{suggestion(name, known_names)}"
     )

@@ -74,8 +74,10 @@ def rendering_env_maker(
             return make_env(num_envs=num_envs, seed=seed)
         except EnvStartError as error:
             text = _last_line(error)
-            is_rejected = "keyword argument 'render_mode'" in text or (
-                error.remote_traceback and "render_mode" in text
+            is_rejected = (
+                "keyword argument 'render_mode'" in text
+                or "takes no arguments, got render_mode" in text
+                or (error.remote_traceback and "render_mode" in text)
             )
             if not is_rejected:  # by the env; a server may not allow the argument
                 raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,23 @@ def test_ray_addresses_resolve_to_the_servers_in_ray(
 def test_invalid_addresses_raise_address_error(source: str) -> None:
     with pytest.raises(AddressError, match="expected an address like sim1, sim1:5555"):
         complete_address(source)
+
+
+@pytest.mark.parametrize(
+    ("address", "hint"),
+    [
+        ("::1", "in brackets: [::1]:5555"),
+        ("tcp://fd00::7", "in brackets: [::1]:5555"),
+        ("sim1:70000", "the largest port is 65535"),
+    ],
+)
+def test_the_error_of_an_invalid_address_states_the_remedy(
+    address: str, hint: str
+) -> None:
+    for complete in (complete_address, complete_bind):
+        with pytest.raises(ValueError, match=re.escape(f"got '{address}'; ")) as raised:
+            complete(address)
+        assert str(raised.value).endswith(hint)
 
 
 def test_only_servers_may_use_port_0() -> None:

@@ -244,6 +244,7 @@ UNPICKLABLE: dict[str, Any] = {"name": "Missing", "argument": threading.Lock()}
         ({"num_envs": 2, "import_modules": Path("a.py")}, "expected a list of modules"),
         ({"num_envs": 2, "wrappers": [UNPICKLABLE]}, "no wrapper named 'Missing'"),
         ({"num_envs": 2, "addresses": "tcp://a:1"}, "expected a list of addresses"),
+        ({"num_envs": 2, "addresses": 5555}, "expected a list of addresses"),
         ({"num_envs": 2, "addresses": []}, "one env per server"),
         ({"num_envs": 2, "addresses": ["tcp://127.0.0.1:1"] * 3}, "one env per server"),
     ],
@@ -254,6 +255,16 @@ def test_error_messages_name_arguments_of_a_wrong_type_or_size(
     make = BatchEnv.connect if "addresses" in arguments else BatchEnv.local
     with pytest.raises((TypeError, ValueError), match=message):
         make("CartPole-v1", **arguments)
+
+
+def test_seeds_and_attribute_values_must_be_one_per_env() -> None:
+    with BatchEnv.local("CartPole-v1", 2, 1) as batch:
+        wrong: Any
+        for wrong, text in ((3, "3"), ("ab", "'ab'"), ([1], "1")):
+            with pytest.raises(ValueError, match=f"2 values, one per env; got {text}$"):
+                batch.set_attr("gravity", wrong)
+            with pytest.raises(ValueError, match=f"2 seeds, one per env; got {text}$"):
+                batch.reset(seeds=wrong)
 
 
 def test_workers_are_replaced_after_a_script_has_changed_the_spaces() -> None:

@@ -60,6 +60,7 @@ def test_all_cases_can_measure_a_user_env(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stderr
     title, *lines = finished.stdout.splitlines()
     assert title.startswith("Own-v0, 3 envs, 2 workers")
+    assert title.rstrip().endswith("medians over 1 round")
     cells = [line.split("│") for line in lines if "│" in line]
     assert [row[1].strip() for row in cells] == [
         *("limit: bare loops", "gymnasium SyncVectorEnv", "gymnasium AsyncVectorEnv"),

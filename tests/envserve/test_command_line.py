@@ -114,6 +114,13 @@ def test_help_shows_defaults(run: Run, monkeypatch: Any) -> None:
     assert f"[default: {settings.binds[0]}]" in text
 
 
+@pytest.mark.parametrize("command", ["invite", "keys make"])
+def test_help_marks_required_options(command: str, run: Run) -> None:
+    text = " ".join(run("envserve", *command.split(), "--help")[1].split())
+    assert "tcp://HOST:PORT; repeatable. [required]" in text
+    assert text.count("[required]") == 1
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_prints_its_version(program: str, run: Run) -> None:
     commit = f" (commit {found})" if (found := build_commit()) else ""

@@ -311,6 +311,20 @@ def test_a_pin_applies_to_each_of_its_addresses_until_it_is_replaced(
     assert folder.pinned_key("tcp://a:1") == folder.pinned_key("tcp://b:1") == old
 
 
+def test_pins_ignore_the_case_of_host_names(folder: KeyFolder) -> None:
+    old, new = b"o" * 32, b"n" * 32
+    folder.add_pin(["tcp://Sim1:5555", "ray://Default/envs"], old, "t-1")
+    assert folder.pinned_key("tcp://sim1:5555") == old
+    resolved = NamedAddress("tcp://10.0.0.8:5555", "tcp://SIM1:5555")
+    assert folder.pinned_key(resolved) == old
+    assert folder.pinned_key("ray://default/envs") is None
+    folder.add_pin(["tcp://SIM1:5555"], new, "t-1")
+    assert folder.pinned_key("tcp://Sim1:5555") == new
+    public = formats.encode(formats.PUBLIC, old)
+    (folder.path / "servers").write_text(f"tcp://Sim2:5555 {public}\n")
+    assert folder.pinned_key("tcp://sim2:5555") == old
+
+
 def test_a_pin_with_a_wildcard_applies_to_all_servers_of_a_cluster(
     folder: KeyFolder,
 ) -> None:

@@ -261,6 +261,15 @@ def test_template_that_cannot_run_is_reported_as_a_failed_start(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
+def test_an_interpreter_that_the_user_of_workers_cannot_run_is_a_worker_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "python").touch(0o600)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(WorkerError, match=r"Permission denied.*; let the user of --wo"):
+        Launcher()
+
+
 def test_template_without_free_descriptors_reports_that_and_survives(
     launcher: Launcher, start: Start
 ) -> None:

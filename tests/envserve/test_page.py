@@ -27,6 +27,7 @@ from envserve.monitoring.observer import Observer
 from envserve.monitoring.page.app import build_app
 from envserve.monitoring.page.data_feed import DataFeed
 from envserve.monitoring.page.serve import finish_page, page_process, page_server
+from envserve.python_process import main_command
 from envserve.wire.sockets import raise_file_limit
 from tests.command_line import invoke
 from tests.envserve.page_client import TIMEOUT_SECONDS, Browser, Events, served
@@ -428,6 +429,12 @@ def test_the_next_free_port_is_used() -> None:
             assert browser.request("GET", "/")[0] == 200
 
 
+def test_the_url_of_a_page_on_all_interfaces_can_be_opened() -> None:
+    _, listening, url = page_server(build_over(FakeServerState()), "0.0.0.0", 0)
+    with listening:
+        assert url.startswith(f"http://127.0.0.1:{listening.getsockname()[1]}/?token=")
+
+
 @pytest.mark.parametrize(
     ("host", "error"),
     [("192.0.2.1", r"192\.0\.2\.1:80: "), ("ü..b", r"ü\.\.b:80: .*label empty")],
@@ -537,6 +544,17 @@ def test_a_page_that_cannot_be_served_is_an_error_of_one_line(
     result = invoke(PROGRAM, ["page", *arguments])
     assert result.exit_code == 2
     assert text in " ".join(result.output.split())
+
+
+def test_a_page_reports_that_the_run_folder_does_not_exist_yet(tmp_path: Path) -> None:
+    command = main_command("envserve.__main__", "page", "--port", "0", "--insecure")
+    command += ["127.0.0.1:9", "--run", str(tmp_path / "rnus")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "rnus does not exist yet" in process.stdout.readline()
+        assert process.stdout.readline().startswith("Page: http://127.0.0.1:")
+        process.terminate()
+        assert process.wait(TIMEOUT_SECONDS) == 0
 
 
 async def test_the_feed_uses_little_cpu_time_without_browsers() -> None:

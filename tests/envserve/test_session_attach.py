@@ -77,7 +77,6 @@ def test_the_limit_of_envs_may_be_too_high_to_matter() -> None:
 def test_the_pool_gets_the_arguments_of_the_attach() -> None:
     policy = HostSettings(
         num_workers=3,
-        max_processes=8,
         step_timeout_seconds=7,
         allowed_kwargs=frozenset({"gravity"}),
     )
@@ -212,7 +211,7 @@ def test_spare_envs_count_as_leased() -> None:
     ("changes", "kind", "text"),
     [
         ({"env_name": "Fake-v1"}, UnknownEnv, "did you mean Fake-v0?"),
-        ({"env_name": "Walk"}, UnknownEnv, "there is only Fake-v0; if one of your"),
+        ({"env_name": "Walk"}, UnknownEnv, "there is only Fake-v0; to offer another"),
         ({"env_kwargs": {"gravity": 9.8}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"render_mode": "human"}}, EnvStartError, "--allow-kwarg"),
         ({"env_kwargs": {"entry_point": "os:system"}}, EnvStartError, "--allow-kwarg"),

@@ -121,7 +121,7 @@ def test_message_types_of_servers_are_dropped(kind: int) -> None:
 
 @pytest.mark.parametrize("shows", [False, True])
 def test_clients_receive_paths_only_if_the_operator_allows_it(shows: bool) -> None:
-    policy = HostSettings(exposed=frozenset({"x"}), debug_errors=shows)
+    policy = HostSettings(num_workers=2, exposed=frozenset({"x"}), debug_errors=shows)
     raw = RawClient(FakeServer(policy))
     raw.send(raw.step(1))
     outcomes = [raw.pool.finish(block) for block in (0, 1)]

@@ -257,6 +257,16 @@ def test_all_servers_of_a_file_are_polled_and_health_reports_the_first_problem(
     assert unhealthy[1].startswith("tcp://192.0.2.1:7: ")
 
 
+def test_an_error_in_a_pipe_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = invoke(PROGRAM, ["status", "nobody.invalid"])
+    text = "nobody.invalid: cannot resolve nobody.invalid; check its spelling and the"
+    assert any(
+        line.startswith(text) and line.endswith(")")
+        for line in result.stdout.splitlines()
+    ), result.stdout
+
+
 @pytest.mark.parametrize("is_dumb_terminal", [False, True])
 def test_top_prints_a_table_per_interval_if_stdout_cannot_be_redrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dumb_terminal: bool

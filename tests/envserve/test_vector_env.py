@@ -338,7 +338,7 @@ def test_attributes_are_read_and_set(make_envs: MakeEnvs, shared_address: str) -
     assert envs.call("has_wrapper_attr", name="gravity") == (True, True, True)
     envs.set_attr("gravity", [1.0, 2.0, 3.0])
     assert envs.get_attr("gravity") == (1.0, 2.0, 3.0)
-    with pytest.raises(ValueError, match="expected 3 values; got 2"):
+    with pytest.raises(ValueError, match="expected 3 values, one per env; got 2"):
         envs.set_attr("gravity", [1.0, 2.0])
 
 

@@ -223,6 +223,11 @@ def test_the_error_about_monitor_dir_names_monitor_file() -> None:
     make_vec_env("CartPole-v1", 2, monitor_dir=None).close()
 
 
+def test_the_error_about_num_envs_names_n_envs() -> None:
+    with pytest.raises(TypeError, match="unknown option 'num_envs'; pass n_envs"):
+        make_vec_env("CartPole-v1", num_envs=2)
+
+
 def test_negative_indices_count_from_the_end(masked: Any) -> None:
     masked.reset()
     masked.set_attr("label", "red", indices=[-1])

@@ -16,6 +16,7 @@ from envserve.monitoring.video import find_ffmpeg
 NAME = "ppo-tests/Film-v0"
 MASKED = "ppo-tests/FilmMasked-v0"
 WITHOUT_RENDER_MODE = "ppo-tests/WithoutRenderMode-v0"
+WITHOUT_ARGUMENTS = "ppo-tests/WithoutArguments-v0"
 
 
 class FilmEnv(gymnasium.Env[Any, Any]):
@@ -86,6 +87,13 @@ class WithoutRenderMode(FilmEnv):
         super().__init__()
 
 
+class WithoutArguments(gymnasium.Env[Any, Any]):
+    """Env without a constructor of its own."""
+
+    observation_space = gymnasium.spaces.Box(-9.0, 9.0, (2,), np.float64)
+    action_space = gymnasium.spaces.Box(-2.0, 2.0, (1,), np.float32)
+
+
 class FilmMasked(FilmEnv):
     """Env with an image and an action mask; rewards are the first action, always 1."""
 
@@ -122,4 +130,5 @@ def read_video(path: Path, height: int, width: int) -> np.ndarray:
 
 gymnasium.register(NAME, f"{__name__}:{FilmEnv.__name__}")
 gymnasium.register(WITHOUT_RENDER_MODE, f"{__name__}:{WithoutRenderMode.__name__}")
+gymnasium.register(WITHOUT_ARGUMENTS, f"{__name__}:{WithoutArguments.__name__}")
 gymnasium.register(MASKED, f"{__name__}:{FilmMasked.__name__}")

@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 from envserve.errors import ConnectError, ServerLost, WrapperError
+from envserve.text import install_command
 from ppo.__main__ import main as program
 from ppo.cli.options import (
     SourceOptions,
@@ -77,6 +78,8 @@ LONG = "x" * 300
         ),
         (["CartPole-v1", "--set", "algorithm=sac"], "sac: expected a Box action space"),
         (["CartPole"], "got 'CartPole'. Did you mean CartPole-v1?"),
+        (["FrozenLake"], "got 'FrozenLake'. Did you mean FrozenLake-v1?"),
+        (["Pusher"], "got 'Pusher'. Did you mean Pusher-v5?"),
         (["CartPol-v1"], "did you mean CartPole-v1?"),
         (["nosuch:Walk-v0"], "No module named 'nosuch'"),
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
@@ -127,6 +130,22 @@ def test_a_restartable_run_that_loses_all_servers_asks_for_a_restart(
         report_errors(is_restartable=is_restartable),
     ):
         raise ServerLost("tcp://sim1:5555: no reply for 60 s")
+
+
+@pytest.mark.parametrize("package", ["starlette.applications", "uvicorn"])
+def test_packages_of_the_page_are_checked_before_tensorflow_starts(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("app", "serve"):
+        monkeypatch.delitem(
+            sys.modules, f"envserve.monitoring.page.{name}", raising=False
+        )
+    code, output, error = ppo("train", "CartPole-v1", "--page")
+    assert (code, output) == (2, "")
+    assert install_command("page") in error
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_that_start_in_the_same_second_have_different_folders(

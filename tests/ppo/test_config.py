@@ -209,7 +209,7 @@ def test_parsed_settings_have_the_type_of_their_key(
         ("learning_rate=nan", r"expected a number >= 0\.0; got nan"),
         ("total_steps=1.5", r"expected an int; got 1\.5"),
         ("total_steps=inf", r"expected an int; got inf"),
-        ("scale_rewards=maybe", r"expected a bool; got 'maybe'"),
+        ("scale_rewards=maybe", r"expected a bool \(true or false\); got 'maybe'"),
         ("policy_layers=a,b", r"\[0\]: .*an int, such as 64,64; got \['a', 'b'\]"),
         ("policy_layers=0", r"policy_layers\[0\]: expected an int >= 1, .* got \[0"),
         ("value_layers=65537", r"\[0\]: expected an int <= 65536, .* got \[65537"),

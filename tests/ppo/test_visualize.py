@@ -23,7 +23,14 @@ from ppo.run_folder import checkpoint
 from ppo.run_folder.folder import RunFolder
 from ppo.run_folder.trust import EnvSource
 from tests.envserve.server_process import ServerProcess
-from tests.ppo.film_env import MASKED, NAME, WITHOUT_RENDER_MODE, read_frame, read_video
+from tests.ppo.film_env import (
+    MASKED,
+    NAME,
+    WITHOUT_ARGUMENTS,
+    WITHOUT_RENDER_MODE,
+    read_frame,
+    read_video,
+)
 from tests.ppo.runs import ppo, save_run
 
 pytestmark = pytest.mark.usefixtures("one_launcher")
@@ -216,6 +223,14 @@ def test_an_env_that_cannot_be_recorded_is_a_one_line_error(
         visualize(folder, config)
     assert "\n" not in str(caught.value)
     assert not list((folder / "films").glob("*"))
+
+
+def test_the_error_of_an_env_without_arguments_names_the_render_mode(
+    tmp_path: Path,
+) -> None:
+    text = r"accepts render_mode='rgb_array'; env_kwargs: .* arguments, got render_mode"
+    with pytest.raises(VideoError, match=text):
+        visualize(tmp_path / "run", CONFIG.replace(env_name=WITHOUT_ARGUMENTS))
 
 
 def test_checkpoint_and_ffmpeg_are_checked_before_an_env_starts(

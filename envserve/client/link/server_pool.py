@@ -60,8 +60,10 @@ class ServerPool:
           AddressError: As for `resolve`.
           TypeError: The sources are not a list of strings.
         """
-        if isinstance(sources, str) or not all(
-            isinstance(source, str) for source in sources
+        if (
+            isinstance(sources, str)
+            or not isinstance(sources, Iterable)
+            or not all(isinstance(source, str) for source in sources)
         ):
             raise TypeError(
                 f"expected a list of addresses, like ['sim1', 'sim2']; got {sources!r}"

@@ -70,7 +70,9 @@ def page_server(
         limit_concurrency=_MAX_CONNECTIONS,
         timeout_graceful_shutdown=1,
     )
-    url_host = f"[{host}]" if ":" in host else host
+    # Some browsers cannot open the address of all interfaces.
+    url_host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url_host = f"[{url_host}]" if ":" in url_host else url_host
     url = f"http://{url_host}:{listening.getsockname()[1]}/?token={token}"
     return uvicorn.Server(config), listening, url
 

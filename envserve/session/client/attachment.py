@@ -343,8 +343,9 @@ class Attachment:
         if isinstance(error, UnknownEnv):
             hint = did_you_mean(self.attach.env_name, self._env_names)
             if not hint.endswith("?"):
-                hint += "; if one of your modules registers the env, start the "
-                hint += "server with `envserve start --import MODULE`"
+                hint += "; to offer another env, restart the server with its name, "
+                hint += "such as `envserve start my_env.py:MyEnv`, and with --import "
+                hint += "MODULE if a module registers it"
             error = UnknownEnv(f"{error}{hint}")
         is_lost = body.code in (ErrorCode.LEASE_LOST, ErrorCode.FENCED)
         is_temporary = body.code in (ErrorCode.ENVS_BUSY, ErrorCode.INTERNAL) or (
