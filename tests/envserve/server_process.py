@@ -90,8 +90,7 @@ class ServerProcess:
           waits_until_ready: Whether to call `wait_until_ready`.
         """
         modules = [part for name in imports for part in ("--import", name)]
-        limits = ("--workers", "2", "--max-processes", "8")
-        self._command = [*prefix, *command(*modules, *limits, program=program)]
+        self._command = [*prefix, *command(*modules, "--workers", "2", program=program)]
         self._command += options
         self.is_insecure = "--insecure-no-auth" in options
         self._address_file = folder / "addresses"

@@ -109,9 +109,7 @@ class FakePool(MemoryPool):
 class FakeServer:
     """Carries out the decisions of a `ServerProtocol`, and collects its replies."""
 
-    policy: HostSettings = field(
-        default_factory=lambda: HostSettings(num_workers=2, max_processes=8)
-    )
+    policy: HostSettings = field(default_factory=lambda: HostSettings(num_workers=2))
     boot: int = 77
     builds_at_once: bool = True
     pool: type[FakePool] = FakePool
