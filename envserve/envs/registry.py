@@ -172,7 +172,7 @@ def _import_file(file: str) -> ModuleType:
             f"got {path}"
         )
     # Either the standard module or the file would shadow the other one.
-    if path.stem in sys.stdlib_module_names:
+    if path.stem in {*sys.stdlib_module_names, "__main__"}:
         raise ValueError(
             "a module of the standard library has the same name; rename your file"
         )

@@ -165,7 +165,7 @@ class SupervisedWorker:
         self._traceback, self._is_permanent = "", False  # from the FAILED message
         self._kill_status = Status.WORKER_DIED
         self._close_deadline = self._busy_close_deadline = math.inf
-        self._beat, self._beat_at = [0, 0], 0.0
+        self._beat, self._beat_at, self._watched_at = [0, 0], 0.0, 0.0
 
     @property
     def stderr_note(self) -> str:
@@ -340,7 +340,7 @@ class SupervisedWorker:
             if self.process.pid is None:
                 # The template may still import modules; the launcher limits this time.
                 self._beat_at = now
-            elif now - self._beat_at > limit:
+            elif self._silent_seconds(now, limit) > limit:
                 work = (
                     f"import {self._importing}" if self._importing else "build an env"
                 )
@@ -403,13 +403,25 @@ class SupervisedWorker:
             name, option = "first step" if is_first else "reset or call", "reset"
             reset_limit = self._config.reset_timeout_seconds
             limit = max(limit, reset_limit) if is_first else reset_limit
-        if now - self._beat_at > limit:
+        if self._silent_seconds(now, limit) > limit:
             self.kill(
                 f"hung: a {name} timed out after {limit:g} s; raise {option}_timeout "
                 f"(on a server, --{option}-timeout) if the env may take longer",
                 now,
                 Status.TIMEOUT,
             )
+
+    def _silent_seconds(self, now: float, limit: float) -> float:
+        """Return the seconds since the last sign of life, for comparison with `limit`.
+
+        If the worker was suspended together with this process (`docker pause`, for
+        example), it could not work. A pause between two calls therefore counts as at
+        most half of the limit. It counts at all because the worker may have continued.
+        """
+        pause = now - max(self._beat_at, self._watched_at)
+        self._beat_at += max(0.0, pause - limit / 2)
+        self._watched_at = now
+        return now - self._beat_at
 
     # The exit of the process.
 

@@ -128,23 +128,25 @@ class FrameReceiver:
         self.first_frame = zmq.Frame()
         self.num_discarded = self.num_messages = 0
 
-    def receive(self, *, wait: bool = False) -> Frames | None:
-        """Return the next message, or None if there is none yet.
+    def receive(self, timeout_ms: int = 0) -> Frames | None:
+        """Return the next message, or None if there is none before the timeout.
 
         A message with too many frames is returned with the allowed number of frames.
         Its other frames are discarded in batches, in this call and later calls.
 
         Args:
-          wait: Whether to wait for a message, at most for the socket's RCVTIMEO.
+          timeout_ms: Maximum time to wait for a message, in milliseconds. If signals
+            arrive more often, such as those of a profiler, the wait may take a second.
         """
         socket = self._socket
         if self.is_discarding and not self._discard():
             return None
-        # Polling is faster than catching zmq.Again or reading EVENTS.
-        if not wait and not zmq.zmq_poll(self._readable, 0):
+        # Polling is faster than catching zmq.Again or reading EVENTS. A blocking `recv`
+        # would start its timeout again after each signal, and might never return.
+        if not zmq.zmq_poll(self._readable, timeout_ms):
             return None
         try:
-            frame = socket.recv(0 if wait else NOBLOCK, copy=False)
+            frame = socket.recv(NOBLOCK, copy=False)
         except zmq.Again:
             return None
         self.first_frame = frame

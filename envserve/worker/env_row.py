@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -141,6 +142,7 @@ class EnvRow:
           EnvStartError: The new env has different spaces.
         """
         self.close()
+        gc.collect()  # free the memory of earlier envs with reference cycles
         self.incarnation += 1
         first = self.spec
         check_rebuilt(self.env_index, first, self.build(), self.request)

@@ -27,8 +27,9 @@ has stopped polling.
 If the owner exits, even by SIGKILL, the template reads end of file from its socket,
 kills all workers and exits. On Linux, the kernel also sends SIGCONT to the template (by
 PR_SET_PDEATHSIG). This signal resumes a template that an env has suspended, and makes
-the template check its parent, because there is no end of file if a forked child of the
-owner keeps the socket open. If the template is killed, the kernel kills the workers.
+the template check its parent, because it does not read its socket during an import, and
+there is no end of file if a forked child of the owner keeps the socket open. If the
+template is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class _Template:
         self._wakeup_writer = wakeup_writer
         self._standard_fds = [os.dup(fd) for fd in range(3)]
         self._are_blocking = [os.get_blocking(fd) for fd in range(3)]
-        self._owner_pid = os.getppid()
+        self._pid, self._owner_pid = os.getpid(), os.getppid()
         self._undo_import_effects()
         self._decoder = MessageDecoder()
         self._fds: list[int] = []
@@ -217,6 +218,11 @@ class _Template:
     def _exit_at_once(self, *_: object) -> None:
         self._kill_all()
         os._exit(1)
+
+    def _exit_without_owner(self, *_: object) -> None:
+        # A child that an imported module forks inherits this signal handler.
+        if os.getpid() == self._pid and os.getppid() != self._owner_pid:
+            self._exit_at_once()
 
     def close(self) -> None:
         """Kill the processes that workers and modules have left behind (on Linux)."""
@@ -331,6 +337,9 @@ class _Template:
         if env_names is None:
             self._worker_imports = modules
             modules, env_names = [], []
+        # The owner may end during an import that hangs. There are no workers yet.
+        unpatched.signal(signal.SIGCONT, self._exit_without_owner)
+        self._exit_without_owner()
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
         file_of_thread = dict.fromkeys(thread_ids(), "")

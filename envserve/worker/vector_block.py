@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -367,6 +368,7 @@ class VectorBlock:
             record.save_failed_record()
         self._write_heartbeat(1)
         self.close()
+        gc.collect()  # free the memory of earlier vector envs with reference cycles
         self._incarnation += 1
         spec, number = self._spec, self._config.first_env_index + self.rows.start
         check_rebuilt(number, spec, self._make_env(), self._config)

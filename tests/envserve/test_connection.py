@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -274,3 +275,21 @@ def test_bytes_are_not_counted_without_proc(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "listdir", fails)
     assert FewestBytes().to_port(1, since=0.0) == 0
+
+
+def test_waiting_for_a_message_ends_although_signals_keep_arriving() -> None:
+    """Profilers that use signals interrupt system calls every few milliseconds."""
+    began = time.monotonic()
+
+    def handler(*_: object) -> None:
+        if time.monotonic() > began + 10.0:
+            raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        with closing(Connection("tcp://127.0.0.1:1")) as connection:
+            assert connection.receive_soon() is None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)

@@ -422,6 +422,41 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
+def test_a_template_that_imports_ends_with_a_killed_owner(
+    wait_until: WaitUntil, tmp_path: Path
+) -> None:
+    code = """
+import os, signal, subprocess, sys, time
+from envserve.pool.launcher import Launcher
+
+launcher = Launcher([sys.argv[1]])
+while not os.path.exists("started"):
+    time.sleep(0.01)
+print(launcher._process.pid, open("started").read(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    (tmp_path / "hangs.py").write_text(
+        "import os, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open('new', 'w').write(str(child.pid))\n"
+        "os.rename('new', 'started')\n"
+        "time.sleep(600)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "hangs.py")],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    pids = [*map(int, result.stdout.split())]
+    assert len(pids) == 2
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG")
 def test_template_outlives_the_thread_that_has_started_it(
     make_launcher: Make, start: Start
 ) -> None:

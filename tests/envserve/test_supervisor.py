@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from envserve.envs.seeding import env_seed
 from envserve.errors import CallError
 from envserve.lane import Reset
+from envserve.slab import Status
 
 from .pool_driver import (
     LEDGER,
@@ -21,6 +23,7 @@ from .pool_driver import (
     PoolMaker,
     assert_lost,
     call,
+    gather,
     kill,
     reset,
     run_once,
@@ -186,3 +189,53 @@ def test_reset_that_hangs_is_killed_at_its_own_timeout(
     (outcome,) = reset(pool)
     assert outcome.error is None
     assert seeds(pool) == [env_seed(SEED, 0, 1)]
+
+
+def test_time_during_which_all_processes_were_suspended_is_no_hang(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    """A long pause between two checks of the heartbeat costs nothing."""
+    go_on, paused_seconds = tmp_path / "go_on", [0.0]
+    pool = make_pool.and_reset(
+        SCRIPT,
+        1,
+        1,
+        clock=lambda: time.monotonic() + paused_seconds[0],
+        env_kwargs={"step": f"wait_for({str(go_on)!r})"},
+        step_timeout_seconds=4.0,
+    )
+    go_on.touch()
+    step(pool, 0)
+    go_on.unlink()
+    pool.submit_step([0])
+    assert pool.collect(0.5) == []  # detects that the step has begun
+    paused_seconds[0] += 3600.0
+    assert pool.collect(0.5) == []
+    go_on.touch()
+    (outcome,) = gather(pool, [0])
+    assert not outcome.faults
+
+
+def test_a_hang_is_detected_although_the_pool_rarely_checks(
+    make_pool: PoolMaker, tmp_path: Path
+) -> None:
+    """A trainer that computes for long between its calls does not hide a hang."""
+    paused_seconds = [0.0]
+    hangs = run_once(tmp_path / "mark", "time.sleep(60)", "action")
+    pool = make_pool.and_reset(
+        SCRIPT,
+        1,
+        1,
+        clock=lambda: time.monotonic() + paused_seconds[0],
+        env_kwargs={"step": hangs},
+        step_timeout_seconds=20.0,
+    )
+    step(pool, 0)
+    pool.rows.action[0][:] = 1
+    pool.submit_step([0])
+    assert pool.collect(0.5) == []
+    for _ in range(2):
+        paused_seconds[0] += 1000.0
+        assert pool.collect(0.0) == []
+    (outcome,) = gather(pool, [0])
+    assert_lost(pool, outcome, "a step timed out after 20 s", Status.TIMEOUT)

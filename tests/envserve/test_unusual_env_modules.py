@@ -24,7 +24,7 @@ from envserve.worker.channel import Channel, ChannelMessage, MessageKind, pack_m
 pytestmark = pytest.mark.usefixtures("one_launcher")
 
 ENVS = """
-import ctypes, dataclasses, os, socket, time
+import ctypes, dataclasses, os, socket, time, weakref
 import gymnasium, numpy as np
 from gymnasium import spaces
 
@@ -138,6 +138,39 @@ class Several(gymnasium.vector.VectorEnv):
 
 
 gymnasium.register("Several-v0", vector_entry_point=Several)
+
+
+class Failing(Env):
+    # The reward is the number of envs in memory.
+    in_memory = weakref.WeakSet()
+
+    def __init__(self):
+        super().__init__()
+        self.in_memory.add(self)
+
+    def step(self, action):
+        if action == 1:
+            raise ValueError("odd action")
+        observation, _, *others = super().step(action)
+        return observation, len(self.in_memory), *others
+
+
+class SeveralFailing(Several):
+    in_memory = weakref.WeakSet()
+
+    def __init__(self, num_envs=2):
+        super().__init__(num_envs)
+        self.itself = self
+        self.in_memory.add(self)
+
+    def step(self, actions):
+        if actions.any():
+            raise ValueError("odd action")
+        observation, rewards, *others = super().step(actions)
+        return observation, rewards * len(self.in_memory), *others
+
+
+gymnasium.register("Failing-v0", Failing, vector_entry_point=SeveralFailing)
 """
 
 
@@ -213,6 +246,21 @@ def test_a_rebuilt_env_must_have_the_same_spaces(envs: Path) -> None:
         text = result.infos[0]["fault"]["text"]
         assert "Env 0: its spaces changed when it was rebuilt" in text
         assert "got Box(0.0, 9.0, (1,), float32)" in text
+
+
+@pytest.mark.parametrize("vectorized", [False, True])
+def test_the_memory_of_envs_that_have_failed_is_freed(
+    vectorized: bool, envs: Path
+) -> None:
+    with BatchEnv.local(
+        "Failing-v0", 2, 1, import_modules=[str(envs)], vectorized=vectorized
+    ) as env:
+        env.reset()
+        for _ in range(20):
+            env.step(np.ones(2, np.int64))
+            in_memory = env.step(np.zeros(2, np.int64)).reward
+        # Each row has its env, the predecessor, and the first env of the process.
+        assert in_memory.max() <= 6
 
 
 @pytest.mark.parametrize("good", [0, 1])

@@ -300,6 +300,11 @@ def test_a_server_offers_only_the_envs_that_its_operator_names(walk_file: str) -
             "a module of the standard library has the same name; rename your file",
         ),
         (
+            "__main__.py",
+            "",
+            "a module of the standard library has the same name; rename your file",
+        ),
+        (
             "numpy.py",
             "",
             r"numpy/__init__\.py is a different module with the same name; rename your",

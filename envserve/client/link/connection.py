@@ -212,12 +212,11 @@ class Connection:
         receiver = FrameReceiver(socket, MAX_FRAMES + 1, 1)
         self._byte_counter = ByteCounter(receiver, self.address)
         self.receive: Callable[[], Frames | None] = receiver.receive
-        self.receive_soon = partial(receiver.receive, wait=True)
+        self.receive_soon = partial(receiver.receive, int(1000 * SLICE_SECONDS))
         set_common_options(socket)
         # Without this option, libzmq queues requests while there is no connection, and
         # they may reach the next server at this address.
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.RCVTIMEO, int(1000 * SLICE_SECONDS))
         # When the receive queue is full, further messages wait on the server.
         limit = max(2, _MAX_UNREAD_BYTES // self.max_row_bytes)
         socket.setsockopt(zmq.RCVHWM, limit)
