@@ -15,7 +15,7 @@ import gymnasium
 import msgspec
 
 from ppo.agent.agent import Agent
-from ppo.config.config import Config
+from ppo.config.config import ALIASES, Config
 from ppo.errors import ConfigError, suggestion
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.rollout import Rollout
@@ -169,10 +169,11 @@ class Algorithm(abc.ABC):
                     "outside of algorithm_settings."
                 )
             if name not in known:
+                all_names = [*known, *vars(config)]
+                nearest = suggestion(ALIASES.get(name, name), all_names)
                 raise ConfigError(
-                    f"unknown key {name!r}.{suggestion(name, [*known, *vars(config)])} "
-                    f"The settings of {config.algorithm} are: "
-                    f"{', '.join(known) or 'none'}."
+                    f"unknown key {name!r}.{nearest} The settings of "
+                    f"{config.algorithm} are: {', '.join(known) or 'none'}."
                 )
         hints = get_type_hints(kind) if kind else {}
         for name, value in table.items():

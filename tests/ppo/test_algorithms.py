@@ -14,6 +14,7 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.algorithms.algorithm import Algorithm
 from ppo.algorithms.load import load_algorithm
+from ppo.algorithms.ppo.ppo import PPO
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS, apply_settings, read_config
 from ppo.environments import env_maker
@@ -225,6 +226,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     config = SMALL.replace(algorithm=name)
     assert "one learner" in message(1, config, two)
     assert "'bonus'" in message(2, config.replace(bonus=1), one)
+    renamed = message(12, config.replace(gamma=0.9), one)
+    assert renamed.startswith("unknown key 'gamma'. Did you mean discount? The")
     misplaced = config.replace(algorithm_settings={"horizon": 3})
     assert "write it outside of algorithm_settings" in message(10, misplaced, one)
     assert "float" in message(3, A2C.replace(step_size="high"), one)
@@ -413,6 +416,13 @@ class Saving(Counter):
         np.save(folder / "data.npy", np.zeros(3))
 
 
+class Creating(Counter):
+    """An algorithm that creates the folder of its data again for each checkpoint."""
+
+    def save_data(self, folder: Path) -> None:
+        folder.mkdir()
+
+
 class Reading(Counter):
     """An algorithm that reads a missing file with TensorFlow."""
 
@@ -420,13 +430,15 @@ class Reading(Counter):
         tf.io.read_file(str(folder / "data"))
 
 
-def test_missing_file_of_an_algorithm_is_not_reported_as_a_removed_run(
+def test_missing_or_existing_file_of_an_algorithm_is_reported_with_its_traceback(
     tmp_path: Path,
 ) -> None:
     missing: Any = (FileNotFoundError, tf.errors.NotFoundError)
     for name in ("Saving", "Reading"):
         with pytest.raises(missing, match=r"run/algorithm/data"):
             run(tmp_path / name / "run", SMALL.replace(algorithm=f"{__name__}:{name}"))
+    with pytest.raises(FileExistsError, match=r"run/algorithm"):
+        run(tmp_path / "again" / "run", SMALL.replace(algorithm=f"{__name__}:Creating"))
     config = SMALL.replace(algorithm=f"{__name__}:Loading")
     run(tmp_path / "run", config)
     with pytest.raises(missing, match=r"run/algorithm/data\.npy"):
@@ -475,6 +487,41 @@ def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
     config = SMALL.replace(algorithm=f"{tmp_path / 'doubled.py'}:Doubled")
     run(tmp_path / "run", config)
     assert [row["reward"] for row in rows_of(tmp_path / "run")] == [2.0] * 4
+
+
+class Drifting(Agent):
+    """Agent that adds its recurrent state to its actions, which updates ignore."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state_sizes = (1,)
+
+    def act_from(
+        self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[Any, ...]:
+        _, (mean, log_std) = super().act_from(snapshot, observation, noise)
+        distribution = self.distribution_from((mean + state[0], log_std))
+        return distribution.sample(noise), distribution.parameters, state[0] + 1.0
+
+
+class Forgetful(PPO):
+    """PPO with an agent whose state its updates do not use."""
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        return Drifting(*arguments)
+
+
+def test_a_warning_names_the_methods_if_updates_use_another_policy_than_rollouts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Forgetful")
+    run(tmp_path / "run", config)
+    (warning,) = caplog.messages
+    assert "expected the policy that is updated to be the one that acted" in warning
+    caplog.clear()
+    run(tmp_path / "ppo")
+    assert not caplog.messages
 
 
 class Remembering(Agent):
