@@ -118,6 +118,7 @@ class TrainingRun:
         #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
+        self._statistics: dict[str, float] | None = None  # of the last iteration
         self.tracker = EpisodeTracker(learner_config.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps(config.horizon)
@@ -174,8 +175,13 @@ class TrainingRun:
         return self._numbers("learn", metrics)
 
     def statistics(self) -> dict[str, float]:
-        """Return the algorithm's metrics of its current state."""
-        return self._numbers("statistics", self.algorithm.statistics())
+        """Return the algorithm's metrics of its state after the last iteration.
+
+        They are computed once per iteration, because an algorithm may reset them.
+        """
+        if self._statistics is None:
+            self._statistics = self._numbers("statistics", self.algorithm.statistics())
+        return self._statistics
 
     def _numbers(self, method: str, metrics: Any) -> dict[str, float]:
         """Return the metrics of a method, without those of the training loop.
@@ -245,7 +251,7 @@ class TrainingRun:
             lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
         )  # [T + 1, B, ...] -> [T * B, ...]
         self.agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
-        self.counters = after
+        self.counters, self._statistics = after, None
         finished_at = time.perf_counter()
         return {
             **callback_metrics,

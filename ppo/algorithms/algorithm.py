@@ -106,7 +106,7 @@ class Algorithm(abc.ABC):
         """
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the current state.
+        """Return metrics of the current state; called after each iteration.
 
         If a row of metrics covers several iterations, it contains the latest values of
         these metrics, not their means.

@@ -280,6 +280,20 @@ class Mute(Counter):
         return {"state": "good"}
 
 
+class Resetting(Counter):
+    """An algorithm whose statistics cover the updates since they were last read."""
+
+    updates = 0
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.updates += 1
+        return {}
+
+    def statistics(self) -> dict[str, float]:
+        updates, self.updates = self.updates, 0
+        return {"updates": updates}
+
+
 class Unbuilt(Counter):
     """An algorithm whose optimizer would create its variables in the first update."""
 
@@ -472,6 +486,8 @@ def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
             run(tmp_path / f"silent-{number}", silent)
     with pytest.raises(ConfigError, match=r"`statistics` to return .* 'good'"):
         run(tmp_path / "mute", SMALL.replace(algorithm=f"{__name__}:Mute"))
+    run(tmp_path / "once", SMALL.replace(algorithm=f"{__name__}:Resetting"))
+    assert [row["updates"] for row in rows_of(tmp_path / "once")] == [1.0] * 4
 
 
 def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
