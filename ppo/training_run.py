@@ -87,12 +87,12 @@ class TrainingRun:
         )
         # With `overlap`, a copy of the agent's variables, which rollouts use.
         self._snapshot: Any = None
-        acting: dict[str, Any] = {}
+        self._acting: dict[str, Any] = {}
         if config.overlap:
             self._snapshot = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
             )
-            acting["acting"] = tf.nest.flatten(self._snapshot)
+            self._acting["acting"] = tf.nest.flatten(self._snapshot)
         got: Any = self.algorithm.trackables
         try:
             parts = self.agent.trackables, self.algorithm.trackables
@@ -106,7 +106,6 @@ class TrainingRun:
                 # A checkpoint ignores numbers in nested dicts and lists.
                 tf.train.Checkpoint(part=got)
             got = self.algorithm.trackables
-            self.state = training_state(self.agent, dict(**got, **acting))
             variables(self.state)  # raises if a nested dict has keys that are not str
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -122,6 +121,13 @@ class TrainingRun:
         self.tracker = EpisodeTracker(learner_config.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps(config.horizon)
+
+    @property
+    def state(self) -> tf.train.Checkpoint:
+        """All objects that a checkpoint must store, as they are now."""
+        return training_state(
+            self.agent, dict(**self.algorithm.trackables, **self._acting)
+        )
 
     def stop(self) -> None:
         """End training after this iteration, even if steps remain."""

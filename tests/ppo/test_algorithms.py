@@ -416,6 +416,23 @@ def test_compiled_model_is_resumed_if_its_optimizer_is_built(tmp_path: Path) -> 
     assert rows_of(tmp_path / "run")[-1]["updates"] == 6
 
 
+class Replacing(Counter):
+    """An algorithm that replaces its target in each iteration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trackables = {"target": tf.Variable(0.0)}
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.trackables["target"] = tf.Variable(1.0, name="new")
+        return {}
+
+
+def test_trackables_that_replace_others_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"created later: \['new:0'\]"):
+        run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Replacing"))
+
+
 class Loading(Counter):
     """An algorithm that reads a file that it has not saved."""
 
