@@ -351,8 +351,9 @@ def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
     """Turn write errors of an algorithm's data into a `RunWriteError`.
 
     If a file is missing although the run folder exists, or already exists although the
-    folder of the data is no link, the code of the algorithm is wrong. Its author needs
-    the original error, with the traceback.
+    folder of the data is no link, the code of the algorithm is wrong. An error without
+    a number comes from a library. The author of the algorithm needs such an error
+    unchanged, with the traceback.
     """
     try:
         with run_folder.writing():
@@ -363,7 +364,8 @@ def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
         is_missing &= run_folder.path.exists()
         is_duplicate = isinstance(cause, FileExistsError)
         is_duplicate &= run_folder.algorithm_data.is_dir()
-        if cause and (is_missing or is_duplicate):
+        is_of_library = isinstance(cause, OSError) and cause.errno is None
+        if cause and (is_missing or is_duplicate or is_of_library):
             raise cause from None
         raise
 

@@ -131,7 +131,8 @@ class Agent:
         Args:
           snapshot: Result of `snapshot`, or None for the current parameters.
           observation: Raw observation, rows `[N, ...]`.
-          noise: Result of `actions.noise` for N rows.
+          noise: Result of `actions.noise` for N rows, or zeros to take the most likely
+            actions.
           state: States of the recurrent cores; see `act`.
 
         Returns:

@@ -208,6 +208,14 @@ class Shifted(Agent):
         return self.distribution_from([mean + self.shift, log_std])
 
 
+def test_a_subclass_may_need_more_noise_than_actions_have_elements() -> None:
+    box = SPACES.Box(-1.0, 1.0, (1,))
+    agent = Agent(box, box, CONFIG)
+    agent.actions.noise_size += 1  # for a mixture, for example
+    assert agent.actions.noise(5, SEED).shape == [5, 2]
+    assert agent.actions.spec(5).shape == [5, 1]
+
+
 @eagerly()
 def test_variables_of_a_subclass_belong_to_its_policy() -> None:
     box = SPACES.Box(-np.inf, np.inf, (2,))

@@ -440,6 +440,13 @@ class Loading(Counter):
         np.load(folder / "data.npy")
 
 
+class Parsing(Counter):
+    """An algorithm whose library raises an error without a number, as h5py does."""
+
+    def load_data(self, folder: Path, steps: int) -> None:
+        raise OSError("truncated file")
+
+
 class Saving(Counter):
     """An algorithm that does not create the folder of its data."""
 
@@ -461,7 +468,7 @@ class Reading(Counter):
         tf.io.read_file(str(folder / "data"))
 
 
-def test_missing_or_existing_file_of_an_algorithm_is_reported_with_its_traceback(
+def test_errors_of_an_algorithms_files_are_reported_with_their_tracebacks(
     tmp_path: Path,
 ) -> None:
     missing: Any = (FileNotFoundError, tf.errors.NotFoundError)
@@ -474,6 +481,9 @@ def test_missing_or_existing_file_of_an_algorithm_is_reported_with_its_traceback
     run(tmp_path / "run", config)
     with pytest.raises(missing, match=r"run/algorithm/data\.npy"):
         run(tmp_path / "run", config, resume=True)
+    parsing = config.replace(algorithm=f"{__name__}:Parsing")
+    with pytest.raises(OSError, match=r"^truncated file$"):
+        run(tmp_path / "run", parsing, resume=True)
 
 
 def test_algorithm_without_support_for_recurrent_policies_is_an_error(
