@@ -22,6 +22,7 @@ the noise depends only on the step and the row.
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -45,6 +46,17 @@ Act = Callable[..., tuple[Any, ...]]
 """The policy as a function of NumPy arrays `[n, ...]`: the leaves of an observation,
 noise and states. It returns env actions, policy actions, the policy's second output,
 and the next states."""
+
+
+#: Operations of TensorFlow that run functions.
+_CONTROL_FLOW = {
+    "Case",
+    "If",
+    "StatelessCase",
+    "StatelessIf",
+    "StatelessWhile",
+    "While",
+}
 
 
 class _Outputs(NamedTuple):
@@ -155,6 +167,7 @@ class Simulation:
         # With a GPU, this is not possible, because the loop on the GPU calls Python.
         has_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._executor = "DEFAULT" if has_gpu else "SINGLE_THREADED_EXECUTOR"
+        self._is_executor_checked = False
 
     def run(
         self,
@@ -268,7 +281,11 @@ class Simulation:
                     act = functools.partial(self._call_policy, snapshot)
                 outputs, states = self._run_as_rows_arrive(act, noise[0], states[0])
             elif act is None:
-                with self._env.host_calls.original_errors():
+                self._check_executor(snapshot, noise, states)
+                with (
+                    tf.experimental.function_executor_type(self._executor),
+                    self._env.host_calls.original_errors(),
+                ):
                     outputs, states = self._graph_loop(snapshot, noise, states)
             else:
                 outputs, states = self._run_loop(act, noise, states)
@@ -405,6 +422,21 @@ class Simulation:
             parallel_iterations=1,
         )
         return tf.nest.map_structure(lambda array: array.stack(), outputs), states
+
+    def _check_executor(self, *inputs: Any) -> None:
+        """Select the default executor if the policy has control flow, as `tf.cond`.
+
+        The single-threaded executor runs the functions of these operations in threads
+        of TensorFlow, and waits forever if there is only one (`inter_op_threads`).
+        """
+        if self._is_executor_checked or tf.config.functions_run_eagerly():
+            return
+        graph = self._graph_loop.get_concrete_function(*inputs).graph
+        functions = graph.as_graph_def().library.function  # the loop is not in these
+        nodes = itertools.chain.from_iterable(each.node_def for each in functions)
+        if any(node.op in _CONTROL_FLOW for node in nodes):
+            self._executor = "DEFAULT"
+        self._is_executor_checked = True
 
     def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return a tensor array for T tensors with the shape and dtype of `rows`."""

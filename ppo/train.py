@@ -350,15 +350,22 @@ class _Loop:
 def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
     """Turn write errors of an algorithm's data into a `RunWriteError`.
 
-    If a file is missing although the run folder exists, the code of the algorithm is
-    wrong. Its author needs the original error, with the traceback.
+    If a file is missing although the run folder exists, or already exists although the
+    folder of the data is no link, the code of the algorithm is wrong. An error without
+    a number comes from a library. The author of the algorithm needs such an error
+    unchanged, with the traceback.
     """
     try:
         with run_folder.writing():
             yield
     except RunWriteError as error:
         cause = error.__cause__
-        if isinstance(cause, _MISSING_FILE_ERRORS) and run_folder.path.exists():
+        is_missing = isinstance(cause, _MISSING_FILE_ERRORS)
+        is_missing &= run_folder.path.exists()
+        is_duplicate = isinstance(cause, FileExistsError)
+        is_duplicate &= run_folder.algorithm_data.is_dir()
+        is_of_library = isinstance(cause, OSError) and cause.errno is None
+        if cause and (is_missing or is_duplicate or is_of_library):
             raise cause from None
         raise
 

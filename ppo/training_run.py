@@ -87,12 +87,12 @@ class TrainingRun:
         )
         # With `overlap`, a copy of the agent's variables, which rollouts use.
         self._snapshot: Any = None
-        acting: dict[str, Any] = {}
+        self._acting: dict[str, Any] = {}
         if config.overlap:
             self._snapshot = tf.nest.map_structure(
                 lambda value: tf.Variable(value, trainable=False), self.agent.snapshot()
             )
-            acting["acting"] = tf.nest.flatten(self._snapshot)
+            self._acting["acting"] = tf.nest.flatten(self._snapshot)
         got: Any = self.algorithm.trackables
         try:
             parts = self.agent.trackables, self.algorithm.trackables
@@ -106,7 +106,6 @@ class TrainingRun:
                 # A checkpoint ignores numbers in nested dicts and lists.
                 tf.train.Checkpoint(part=got)
             got = self.algorithm.trackables
-            self.state = training_state(self.agent, dict(**got, **acting))
             variables(self.state)  # raises if a nested dict has keys that are not str
         except (AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -118,9 +117,17 @@ class TrainingRun:
         #: returns metrics.
         self.before_update: Callable[[Any], dict[str, float]] = lambda run: {}
         self._next_rollout: Future[Rollout] | None = None
+        self._statistics: dict[str, float] | None = None  # of the last iteration
         self.tracker = EpisodeTracker(learner_config.num_envs)
         self.recent = collections.deque[Episode](maxlen=_RECENT_EPISODES)
         self.lost_steps = LostSteps(config.horizon)
+
+    @property
+    def state(self) -> tf.train.Checkpoint:
+        """All objects that a checkpoint must store, as they are now."""
+        return training_state(
+            self.agent, dict(**self.algorithm.trackables, **self._acting)
+        )
 
     def stop(self) -> None:
         """End training after this iteration, even if steps remain."""
@@ -174,8 +181,13 @@ class TrainingRun:
         return self._numbers("learn", metrics)
 
     def statistics(self) -> dict[str, float]:
-        """Return the algorithm's metrics of its current state."""
-        return self._numbers("statistics", self.algorithm.statistics())
+        """Return the algorithm's metrics of its state after the last iteration.
+
+        They are computed once per iteration, because an algorithm may reset them.
+        """
+        if self._statistics is None:
+            self._statistics = self._numbers("statistics", self.algorithm.statistics())
+        return self._statistics
 
     def _numbers(self, method: str, metrics: Any) -> dict[str, float]:
         """Return the metrics of a method, without those of the training loop.
@@ -245,7 +257,7 @@ class TrainingRun:
             lambda leaf: leaf[:-1].reshape(-1, *leaf.shape[2:]), rollout.observation
         )  # [T + 1, B, ...] -> [T * B, ...]
         self.agent.preprocess.update(observation, rollout.valid.reshape(-1), learners)
-        self.counters = after
+        self.counters, self._statistics = after, None
         finished_at = time.perf_counter()
         return {
             **callback_metrics,

@@ -43,7 +43,7 @@ class Agent:
       state_sizes: Number of units of each recurrent state. With `cores`, actions do not
         depend on the second state, which is that of the value function.
       trainable_variables: Keras variables that the optimizer updates; the
-        variables of the recurrent cores come last.
+        variables of the recurrent cores come last. A subclass may add variables.
       trackables: Objects that a checkpoint must store, by name.
 
     Raises:
@@ -131,7 +131,8 @@ class Agent:
         Args:
           snapshot: Result of `snapshot`, or None for the current parameters.
           observation: Raw observation, rows `[N, ...]`.
-          noise: Result of `actions.noise` for N rows.
+          noise: Result of `actions.noise` for N rows, or zeros to take the most likely
+            actions.
           state: States of the recurrent cores; see `act`.
 
         Returns:
@@ -325,17 +326,23 @@ class Agent:
         """Trainable variables of the policy; all of the agent's if some are shared.
 
         The policy and the value function share variables if they share a torso, or if a
-        custom model has no `policy_variables`.
+        custom model has no `policy_variables`. Variables that a subclass has added
+        belong to the policy, unless the subclass overrides this property.
         """
         parts = self._networks.parts
+        policy: set[int] = set()
         if "torso" in parts:
             declared = getattr(parts["torso"], "policy_variables", [])
             if not declared:
                 return self.trainable_variables
-            head = parts.get("policy")
-            return [*declared, *(head.trainable_variables if head else ())]
-        names = [name for name in parts if name.startswith("policy")]
-        return [v for name in names for v in parts[name].trainable_variables]
+            policy.update(map(id, declared))
+        others = {
+            id(variable)
+            for name, part in parts.items()
+            if not name.startswith("policy")
+            for variable in part.trainable_variables
+        }
+        return [v for v in self.trainable_variables if id(v) not in others - policy]
 
 
 def _num_rows(observation: Any) -> Any:

@@ -15,7 +15,7 @@ import gymnasium
 import msgspec
 
 from ppo.agent.agent import Agent
-from ppo.config.config import Config
+from ppo.config.config import ALIASES, Config
 from ppo.config.named_configs import parse_value
 from ppo.errors import ConfigError, suggestion
 from ppo.learners import SINGLE_LEARNER, Learners
@@ -107,7 +107,7 @@ class Algorithm(abc.ABC):
         """
 
     def statistics(self) -> dict[str, float]:
-        """Return metrics of the current state.
+        """Return metrics of the current state; called after each iteration.
 
         If a row of metrics covers several iterations, it contains the latest values of
         these metrics, not their means.
@@ -170,10 +170,11 @@ class Algorithm(abc.ABC):
                     "outside of algorithm_settings."
                 )
             if name not in known:
+                all_names = [*known, *vars(config)]
+                nearest = suggestion(ALIASES.get(name, name), all_names)
                 raise ConfigError(
-                    f"unknown key {name!r}.{suggestion(name, [*known, *vars(config)])} "
-                    f"The settings of {config.algorithm} are: "
-                    f"{', '.join(known) or 'none'}."
+                    f"unknown key {name!r}.{nearest} The settings of "
+                    f"{config.algorithm} are: {', '.join(known) or 'none'}."
                 )
         hints = get_type_hints(kind) if kind else {}
         for name, value in table.items():

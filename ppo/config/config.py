@@ -46,7 +46,7 @@ _Names = Annotated[tuple[_Name, ...], Meta(examples=["ale_py"])]
 _Table = Mapping[str, Any]
 
 #: Names of settings in other libraries, with the corresponding names here.
-_ALIASES = {
+ALIASES = {
     "lr": "learning_rate",
     "gamma": "discount",
     "lam": "gae_lambda",
@@ -163,7 +163,7 @@ def _check_keys(
         owners = [name for name, keys in settings.items() if key in keys]
         if key in valid_keys:
             continue
-        if owners and key not in _ALIASES:
+        if owners and key not in ALIASES:
             text = f"{key} is a setting of {owners[0]}; the algorithm is {algorithm}."
         elif key in known:
             text = f"{key} is a setting of all algorithms or of ppo; write it outside "
@@ -171,7 +171,7 @@ def _check_keys(
         elif key in ("num_workers", "workers"):
             text = f"{key} is not a setting; use the option --num-workers."
         else:
-            nearest = suggestion(_ALIASES.get(key, key), [*known, *valid_keys])
+            nearest = suggestion(ALIASES.get(key, key), [*known, *valid_keys])
             text = f"unknown key {key!r}.{nearest}"
         errors.append(f"{text} `ppo configs NAME --all` lists all keys.")
     if errors:

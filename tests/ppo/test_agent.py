@@ -3,15 +3,17 @@
 from typing import Any
 
 import gymnasium
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
 from ppo.agent.observations import ObservationPreprocessor
+from ppo.algorithms.ppo.update import Updater
 from ppo.config import Config
 from ppo.errors import UnsupportedSpaceError
-from tests.ppo.runs import parameters
+from tests.ppo.runs import SMALL, eagerly, parameters, rollout_of
 
 SPACES = gymnasium.spaces
 SEED = tf.constant([1, 2])
@@ -190,3 +192,39 @@ def test_updates_use_the_distribution_and_the_value_of_a_subclass() -> None:
     (logits,), (expected_logits,) = distribution.parameters, expected.parameters
     np.testing.assert_allclose(logits, 0.5 * expected_logits, rtol=1e-6)
     np.testing.assert_allclose(value, 2.0 * expected_value, rtol=1e-6)
+
+
+class Shifted(Agent):
+    """An agent whose policy has an additional variable."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.shift = keras.Variable([0.0])
+        self.trainable_variables = [*self.trainable_variables, self.shift]
+        self.trackables["shift"] = self.shift
+
+    def distribution(self, features: Any, core_output: Any = None) -> Any:
+        mean, log_std = super().distribution(features, core_output).parameters
+        return self.distribution_from([mean + self.shift, log_std])
+
+
+def test_a_subclass_may_need_more_noise_than_actions_have_elements() -> None:
+    box = SPACES.Box(-1.0, 1.0, (1,))
+    agent = Agent(box, box, CONFIG)
+    agent.actions.noise_size += 1  # for a mixture, for example
+    assert agent.actions.noise(5, SEED).shape == [5, 2]
+    assert agent.actions.spec(5).shape == [5, 1]
+
+
+@eagerly()
+def test_variables_of_a_subclass_belong_to_its_policy() -> None:
+    box = SPACES.Box(-np.inf, np.inf, (2,))
+    spaces = box, SPACES.Box(-1.0, 1.0, (1,))
+    config = SMALL.replace(learning_rate=0.1, max_kl=1e-6)
+    agent = Shifted(*spaces, config)
+    assert any(each is agent.shift for each in agent.policy_variables)
+    rows = np.random.default_rng(0).normal(size=(9, 2, 2))
+    rollout = rollout_of(8, 2, observation=rows, reward=rows[1:, :, 0])
+    rollout = rollout._replace(action=rows[:8, :, :1].astype(np.float32))
+    assert Updater(agent, config).update(rollout, seed=(0, 0))["undone_epochs"] == 1
+    assert agent.shift.numpy() == 0.0

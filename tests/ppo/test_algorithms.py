@@ -14,6 +14,7 @@ import tensorflow as tf
 from ppo.agent.agent import Agent
 from ppo.algorithms.algorithm import Algorithm
 from ppo.algorithms.load import load_algorithm
+from ppo.algorithms.ppo.ppo import PPO
 from ppo.config import Config
 from ppo.config.named_configs import CONFIGS, apply_settings, read_config
 from ppo.environments import env_maker
@@ -232,6 +233,8 @@ def test_faulty_algorithms_are_errors_before_any_env_starts(tmp_path: Path) -> N
     config = SMALL.replace(algorithm=name)
     assert "one learner" in message(1, config, two)
     assert "'bonus'" in message(2, config.replace(bonus=1), one)
+    renamed = message(12, config.replace(gamma=0.9), one)
+    assert renamed.startswith("unknown key 'gamma'. Did you mean discount? The")
     misplaced = config.replace(algorithm_settings={"horizon": 3})
     assert "write it outside of algorithm_settings" in message(10, misplaced, one)
     assert "float" in message(3, A2C.replace(step_size="high"), one)
@@ -282,6 +285,20 @@ class Mute(Counter):
 
     def statistics(self) -> Any:
         return {"state": "good"}
+
+
+class Resetting(Counter):
+    """An algorithm whose statistics cover the updates since they were last read."""
+
+    updates = 0
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.updates += 1
+        return {}
+
+    def statistics(self) -> dict[str, float]:
+        updates, self.updates = self.updates, 0
+        return {"updates": updates}
 
 
 class Unbuilt(Counter):
@@ -406,11 +423,35 @@ def test_compiled_model_is_resumed_if_its_optimizer_is_built(tmp_path: Path) -> 
     assert rows_of(tmp_path / "run")[-1]["updates"] == 6
 
 
+class Replacing(Counter):
+    """An algorithm that replaces its target in each iteration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.trackables = {"target": tf.Variable(0.0)}
+
+    def learn(self, rollout: Any, **_: Any) -> Any:
+        self.trackables["target"] = tf.Variable(1.0, name="new")
+        return {}
+
+
+def test_trackables_that_replace_others_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"created later: \['new:0'\]"):
+        run(tmp_path / "run", SMALL.replace(algorithm=f"{__name__}:Replacing"))
+
+
 class Loading(Counter):
     """An algorithm that reads a file that it has not saved."""
 
     def load_data(self, folder: Path, steps: int) -> None:
         np.load(folder / "data.npy")
+
+
+class Parsing(Counter):
+    """An algorithm whose library raises an error without a number, as h5py does."""
+
+    def load_data(self, folder: Path, steps: int) -> None:
+        raise OSError("truncated file")
 
 
 class Saving(Counter):
@@ -420,6 +461,13 @@ class Saving(Counter):
         np.save(folder / "data.npy", np.zeros(3))
 
 
+class Creating(Counter):
+    """An algorithm that creates the folder of its data again for each checkpoint."""
+
+    def save_data(self, folder: Path) -> None:
+        folder.mkdir()
+
+
 class Reading(Counter):
     """An algorithm that reads a missing file with TensorFlow."""
 
@@ -427,17 +475,22 @@ class Reading(Counter):
         tf.io.read_file(str(folder / "data"))
 
 
-def test_missing_file_of_an_algorithm_is_not_reported_as_a_removed_run(
+def test_errors_of_an_algorithms_files_are_reported_with_their_tracebacks(
     tmp_path: Path,
 ) -> None:
     missing: Any = (FileNotFoundError, tf.errors.NotFoundError)
     for name in ("Saving", "Reading"):
         with pytest.raises(missing, match=r"run/algorithm/data"):
             run(tmp_path / name / "run", SMALL.replace(algorithm=f"{__name__}:{name}"))
+    with pytest.raises(FileExistsError, match=r"run/algorithm"):
+        run(tmp_path / "again" / "run", SMALL.replace(algorithm=f"{__name__}:Creating"))
     config = SMALL.replace(algorithm=f"{__name__}:Loading")
     run(tmp_path / "run", config)
     with pytest.raises(missing, match=r"run/algorithm/data\.npy"):
         run(tmp_path / "run", config, resume=True)
+    parsing = config.replace(algorithm=f"{__name__}:Parsing")
+    with pytest.raises(OSError, match=r"^truncated file$"):
+        run(tmp_path / "run", parsing, resume=True)
 
 
 def test_algorithm_without_support_for_recurrent_policies_is_an_error(
@@ -467,6 +520,8 @@ def test_metrics_are_numbers_and_do_not_replace_those_of_the_loop(
             run(tmp_path / f"silent-{number}", silent)
     with pytest.raises(ConfigError, match=r"`statistics` to return .* 'good'"):
         run(tmp_path / "mute", SMALL.replace(algorithm=f"{__name__}:Mute"))
+    run(tmp_path / "once", SMALL.replace(algorithm=f"{__name__}:Resetting"))
+    assert [row["updates"] for row in rows_of(tmp_path / "once")] == [1.0] * 4
 
 
 def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
@@ -482,6 +537,41 @@ def test_subclass_of_ppo_can_change_the_rewards(tmp_path: Path) -> None:
     config = SMALL.replace(algorithm=f"{tmp_path / 'doubled.py'}:Doubled")
     run(tmp_path / "run", config)
     assert [row["reward"] for row in rows_of(tmp_path / "run")] == [2.0] * 4
+
+
+class Drifting(Agent):
+    """Agent that adds its recurrent state to its actions, which updates ignore."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state_sizes = (1,)
+
+    def act_from(
+        self, snapshot: Any, observation: Any, noise: tf.Tensor, *state: tf.Tensor
+    ) -> tuple[Any, ...]:
+        _, (mean, log_std) = super().act_from(snapshot, observation, noise)
+        distribution = self.distribution_from((mean + state[0], log_std))
+        return distribution.sample(noise), distribution.parameters, state[0] + 1.0
+
+
+class Forgetful(PPO):
+    """PPO with an agent whose state its updates do not use."""
+
+    @classmethod
+    def make_agent(cls, *arguments: Any) -> Agent:
+        return Drifting(*arguments)
+
+
+def test_a_warning_names_the_methods_if_updates_use_another_policy_than_rollouts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SMALL.replace(algorithm=f"{__name__}:Forgetful")
+    run(tmp_path / "run", config)
+    (warning,) = caplog.messages
+    assert "expected the policy that is updated to be the one that acted" in warning
+    caplog.clear()
+    run(tmp_path / "ppo")
+    assert not caplog.messages
 
 
 class Remembering(Agent):

@@ -1,5 +1,7 @@
 """Custom networks: loaded, checked, trained, saved and restored."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +184,26 @@ def test_a_model_may_branch_on_tensors() -> None:
     before = agent.trainable_variables[0].numpy()
     Updater(agent, named("plain_object")).update(rollout, seed=(0, 0))
     assert (agent.trainable_variables[0].numpy() != before).any()
+
+
+ONE_THREAD = f"""
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(1)
+from gymnasium import spaces
+from ppo.agent.agent import Agent
+from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
+from tests.ppo.runs import SMALL, agent_simulation
+space = spaces.Discrete(2)
+agent = Agent(BOX, space, SMALL.replace(network="{MODULE}:plain_object"))
+env = in_graph(CountingBatchEnv([3, 4], action_space=space))
+print(agent_simulation(agent, env, 8).run((1, 2)).valid.sum())
+"""
+
+
+def test_a_model_may_branch_on_tensors_if_tensorflow_has_a_single_thread() -> None:
+    words = [sys.executable, "-c", ONE_THREAD]
+    finished = subprocess.run(words, stdout=subprocess.PIPE, timeout=300, check=True)
+    assert finished.stdout == b"16\n"
 
 
 class Twins(Learners):

@@ -159,6 +159,14 @@ def scaled_adamax(config: Config) -> keras.optimizers.Optimizer:
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.Adamax())
 
 
+def plain_sgd(config: Config) -> keras.optimizers.Optimizer:
+    return keras.optimizers.SGD()
+
+
+def scaled_sgd(config: Config) -> keras.optimizers.Optimizer:
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
 def ftrl(config: Config) -> keras.optimizers.Optimizer:
     return keras.optimizers.Ftrl()
 
@@ -203,6 +211,15 @@ def test_any_optimizer_is_rolled_back(name: str, kind: type[Any]) -> None:
     of_policy = [v.numpy() for v in slots if v.shape == (2,)]
     assert all((value == 0).all() for value in of_policy)
     assert len(of_policy) == (name not in ("rmsprop", "sgd"))
+
+
+def test_loss_scaling_does_not_change_the_update() -> None:
+    def updated(optimizer: str) -> np.ndarray:
+        named = {"optimizer": f"{__name__}:{optimizer}", "max_kl": 0.0}
+        subject = learner_with_rollback(**named)
+        return subject.outcome()[1]
+
+    np.testing.assert_array_equal(updated("plain_sgd"), updated("scaled_sgd"))
 
 
 @pytest.mark.parametrize(

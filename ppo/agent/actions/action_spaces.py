@@ -41,7 +41,8 @@ class ActionAdapter:
 
     Attributes:
       output_size: Number of outputs of the policy network per row.
-      noise_size: Number of noise values per row that sampling needs.
+      noise_size: Number of noise values per row that sampling needs. A subclass of
+        `Agent` may increase it.
     """
 
     distribution_type: type[Any]
@@ -207,7 +208,7 @@ class _BoxActions(ActionAdapter):
                 )
 
     def spec(self, num_rows: int) -> tf.TensorSpec:
-        return tf.TensorSpec([num_rows, self.noise_size], tf.float32)
+        return tf.TensorSpec([num_rows, math.prod(self._space.shape)], tf.float32)
 
     def sample_in_numpy(
         self, parameters: Sequence[np.ndarray], allowed: Any, noise: np.ndarray

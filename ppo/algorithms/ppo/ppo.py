@@ -1,5 +1,7 @@
 """Proximal policy optimisation (Schulman et al. 2017) as an `Algorithm`."""
 
+import logging
+
 import tensorflow as tf
 
 from ppo.agent.agent import Agent
@@ -13,6 +15,10 @@ from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.rollout import Rollout
 
 __all__ = ["PPO"]
+
+_LOGGER = logging.getLogger("envserve")
+#: Deviation of a probability ratio from 1 that rounding cannot cause.
+_MAX_RATIO_DEVIATION = 0.1
 
 
 class PPO(Algorithm):
@@ -33,6 +39,7 @@ class PPO(Algorithm):
         policy_loss = load_policy_loss(config, is_tested=False)
         self.updater = Updater(agent, config, policy_loss, learners)
         self.return_scale = ReturnScale(config.num_envs, config.discount)
+        self._has_warned = config.overlap  # the policy that acts then lags behind
         self.trackables = {
             "return_scale": tf.train.Checkpoint(**self.return_scale.trackables),
             **self.updater.trackables,
@@ -58,9 +65,20 @@ class PPO(Algorithm):
         self.return_scale.update(
             rollout.reward, rollout.done, rollout.valid, self.learners
         )
-        return self.updater.update(
+        metrics = self.updater.update(
             rollout, reward_scale=self.return_scale.factor, progress=progress, seed=seed
         )
+        deviation = metrics["ratio_deviation"]
+        if deviation > _MAX_RATIO_DEVIATION and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "expected the policy that is updated to be the one that acted, but "
+                "their probabilities differ (ratio_deviation = %.2g); the methods "
+                "`distribution` and `distribution_from` of the agent must return the "
+                "distribution from which `act_from` samples",
+                deviation,
+            )
+        return metrics
 
     def statistics(self) -> dict[str, float]:
         """Return metrics of the observation normalisation and the reward scale."""

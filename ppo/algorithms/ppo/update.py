@@ -326,7 +326,9 @@ class Updater:
         gradients, norm = clip_by_network(
             gradients, self._network_indices, self._config.max_gradient_norm
         )
-        self.optimizer.apply(gradients, self._variables)
+        # An optimizer with loss scaling divides the gradients by its scale.
+        scaled = [g if g is None else self.optimizer.scale_loss(g) for g in gradients]
+        self.optimizer.apply(scaled, self._variables)
         return norm
 
     def _gradients(
