@@ -47,11 +47,10 @@ class UserCode:
 
     Attributes:
       specs: Maps env names to the specs to register in each worker. Together with
-        `pickled_specs`, they include all envs that this process has registered, because
+        `other_specs`, they include all envs that this process has registered, because
         an env or function may create any of them.
-      pickled_specs: Maps the names of registered envs with code, except the requested
-        env, to pickled pairs of a spec and its part of `main`. They are pickled
-        separately, so that no other env fails if one of them cannot be unpickled.
+      other_specs: Specs with code, except that of the requested env. They are pickled
+        one by one, so that only one env fails if its code cannot be unpickled.
       env_fns: One function per row, which creates the env of the row; empty if the envs
         are created by name.
       wrappers: Maps names to the classes and functions to register as wrappers in each
@@ -64,7 +63,7 @@ class UserCode:
     """
 
     specs: dict[str, EnvSpec] = field(default_factory=dict)
-    pickled_specs: dict[str, bytes] = field(default_factory=dict)
+    other_specs: dict[str, EnvSpec] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
@@ -84,17 +83,12 @@ class UserCode:
         """
         _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
-        specs, pickled_specs = dict[str, EnvSpec](), dict[str, bytes]()
+        specs, other_specs = dict[str, EnvSpec](), dict[str, EnvSpec]()
         for name, registered in gymnasium.registry.items():
             package = user_envs.module_of(name).partition(".")[0]
             if package != "gymnasium" or name not in _names_in_gymnasium():
                 original = _original(registered)
-                if _has_code(original):
-                    with contextlib.suppress(Exception):  # it cannot be pickled
-                        pair = original, _main_objects(original)
-                        pickled_specs[name] = _pickle(pair)
-                else:
-                    specs[name] = original
+                (other_specs if _has_code(original) else specs)[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
         if isinstance(env, str) and (spec := registered_spec(env)):
@@ -119,10 +113,10 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
-        for name in specs:  # the requested env is not pickled separately
-            pickled_specs.pop(name, None)
+        for name in specs:
+            other_specs.pop(name, None)
         main = dict(chain(*(_main_objects(item).items() for item in specs.values())))
-        return reference, cls(specs, pickled_specs, env_fns, main=main)
+        return reference, cls(specs, other_specs, env_fns, main=main)
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have to be pickled; return the others."""
@@ -174,17 +168,12 @@ class UserCode:
         Raises:
           EnvStartError: A part of the code cannot be pickled, or the code is too large.
         """
-        specs = [*self.specs, *self.pickled_specs]
+        specs = self.specs or self.other_specs
         if not (specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
-        # Pickle all code at once, so that an object that several closures share is
-        # included only once.
         try:
-            pickled = _pickle(self)
-            while len(pickled) > _MAX_BYTES and self.pickled_specs:
-                largest = max(self.pickled_specs.items(), key=lambda item: len(item[1]))
-                del self.pickled_specs[largest[0]]
-                pickled = _pickle(self)
+            first = _pickler()
+            pickled = first.pickle(replace(self, other_specs={}))
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
             parts = self.specs, self.main, self.wrappers, *self.kwargs, functions
@@ -197,7 +186,20 @@ class UserCode:
                 f"{_MAX_BYTES >> 20} MiB of data; got {len(pickled) >> 20} MiB; load "
                 f"the data inside the functions"
             )
-        return pickled
+        num_free = _MAX_BYTES - len(pickled)
+        others, pickler = dict[str, tuple[bytes, bytes]](), _pickler(first)
+        for name, spec in self.other_specs.items():
+            with contextlib.suppress(Exception):  # it cannot be pickled
+                pair = spec, _main_objects(spec)
+                # Used if an earlier env that has the same objects cannot be unpickled.
+                alone = _pickler(first).pickle(pair)
+                part = pickler.pickle(pair)
+                if len(part) <= num_free:
+                    num_free -= len(part)
+                    alone = alone if len(alone) <= num_free else b""
+                    num_free -= len(alone)
+                    others[name] = part, alone
+        return pickle.dumps((pickled, others))
 
     @classmethod
     def loads(cls, pickled: bytes, env_name: str) -> Self:
@@ -216,10 +218,19 @@ class UserCode:
         # would start further workers, endlessly.
         user_envs.modules_being_imported.append("the module of a function or class")
         try:
-            code: Self = pickle.loads(pickled)
-            for name, pair in code.pickled_specs.items():
+            pickled, others = pickle.loads(pickled)
+            code: Self
+            code, first = _unpickle(pickled)
+            unpickler = first
+            for name, (part, alone) in others.items():
                 try:
-                    code.specs[name], main = pickle.loads(pair)
+                    try:
+                        pair, unpickler = _unpickle(part, unpickler)
+                    except Exception:
+                        if not alone:
+                            raise
+                        pair, _ = _unpickle(alone, first)
+                    code.specs[name], main = pair
                 except Exception as error:
                     fail = functools.partial(_fail, str(_unpickling_error(name, error)))
                     spec = EnvSpec(name, fail, vector_entry_point=fail)
@@ -248,7 +259,7 @@ class UserCode:
         """
         if not self.env_fns:
             return None
-        self.copies.append(pickle.loads(_pickle(self.env_fns[row])))
+        self.copies.append(pickle.loads(_pickler().pickle(self.env_fns[row])))
         return self.copies[-1]
 
     @property
@@ -276,7 +287,12 @@ def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
     return wrapped
 
 
-def _pickle(value: object) -> bytes:
+def _pickler(previous: Any = None) -> Any:
+    """Return a pickler whose method `pickle` returns a pickled value.
+
+    Objects that it or the previous pickler has pickled before are not pickled again:
+    `_unpickle` gets them from the earlier values.
+    """
     import cloudpickle  # type: ignore[import-untyped]
 
     table = cloudpickle.Pickler.dispatch_table
@@ -288,9 +304,29 @@ def _pickle(value: object) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dispatch_table: ClassVar[Any] = ChainMap({CodeType: reduce_code}, table)
 
-    with io.BytesIO() as file:
-        Pickler(file).dump(value)
-        return file.getvalue()
+        def pickle(self, value: object) -> bytes:
+            file.seek(0)
+            file.truncate()
+            self.dump(value)
+            return file.getvalue()
+
+    # Up to protocol 3, pickled objects have explicit numbers. An object of a value that
+    # was not unpickled is therefore missing later, instead of being another object.
+    pickler = Pickler(file := io.BytesIO(), 3)
+    if previous is not None:
+        pickler.memo, pickler.globals_ref = previous.memo, previous.globals_ref
+    return pickler
+
+
+def _unpickle(pickled: bytes, previous: Any = None) -> tuple[Any, Any]:
+    """Return a value that a `_pickler` has pickled, and the unpickler.
+
+    `previous` is the unpickler of the earlier values.
+    """
+    unpickler: Any = pickle.Unpickler(io.BytesIO(pickled))
+    if previous is not None:
+        unpickler.memo = previous.memo
+    return unpickler.load(), unpickler
 
 
 def _code_in_file(filename: str, *arguments: Any) -> CodeType:
@@ -299,7 +335,7 @@ def _code_in_file(filename: str, *arguments: Any) -> CodeType:
 
 
 def _pickle_loaded_files_by_value() -> None:
-    """Let `_pickle` include the code of modules that workers cannot import.
+    """Let picklers include the code of modules that workers cannot import.
 
     The modules of files that `ppo` has loaded, such as callbacks, are named after their
     paths. See also `is_loaded_by_path`.
@@ -369,7 +405,7 @@ def _fail(text: str, **_: Any) -> NoReturn:
 def _check_part(name: str, part: object) -> None:
     """Raise EnvStartError if a part of the code cannot be pickled."""
     try:
-        _pickle(part)
+        _pickler().pickle(part)
     except Exception as error:
         raise EnvStartError(
             f"{name}: expected code that workers can receive; it refers to an object "

@@ -253,7 +253,7 @@ class SupervisedWorker:
         """
         is_repeated = self._close_deadline < math.inf
         self._close_deadline = min(self._close_deadline, now + grace_seconds)
-        if not is_repeated:
+        if not (is_repeated or self._is_idle):
             self._busy_close_deadline = now + _BUSY_CLOSE_SECONDS
         if self.process is None:
             self.abandon()
@@ -262,16 +262,12 @@ class SupervisedWorker:
             self.process.channel.send(pack_message(MessageKind.CLOSE))
 
     @property
-    def is_closing_envs(self) -> bool:
-        """Whether the process executes `close` of its envs."""
-        is_closing = self.state is WorkerState.CLOSING
-        return is_closing and self._is_built and not self.num_unanswered
+    def _is_idle(self) -> bool:
+        return self.state is WorkerState.SERVING and not self.num_unanswered
 
     @property
     def kill_at(self) -> float:
         """Time at which a closing process is killed; infinity before `begin_close`."""
-        if self.is_closing_envs:
-            return self._close_deadline
         return min(self._close_deadline, self._busy_close_deadline)
 
     def kill_and_wait(self, reason: str, now: float) -> None:
@@ -318,7 +314,9 @@ class SupervisedWorker:
             elif self.state is WorkerState.SERVING:
                 self._on_unexpected_message(message, now)
             elif self.state is WorkerState.CLOSING and message.kind is MessageKind.DONE:
-                self.num_unanswered -= 1  # the process can now close its envs
+                self.num_unanswered -= 1
+                if not self.num_unanswered:  # the process closes its envs now
+                    self._busy_close_deadline = math.inf
         is_at_end = process.channel.is_at_eof
         if is_at_end or self.state is WorkerState.KILLED:
             self.is_ending = is_at_end
@@ -333,7 +331,7 @@ class SupervisedWorker:
         if self.process is None:
             return events
         if now >= self.kill_at:
-            self.was_slow_to_close |= self.is_closing_envs
+            self.was_slow_to_close |= self._busy_close_deadline == math.inf
             self.kill("did not exit when it was asked to", now)
         elif self.state is WorkerState.STARTING:
             limit = self._config.reset_timeout_seconds
@@ -355,8 +353,7 @@ class SupervisedWorker:
             return now + _EXIT_STATUS_SECONDS
         if self.state is WorkerState.BACKOFF:
             return max(now, self._restarts.next_at)
-        is_idle = self.state is WorkerState.SERVING and not self.num_unanswered
-        if is_idle or self.state is WorkerState.ENDED:
+        if self._is_idle or self.state is WorkerState.ENDED:
             return math.inf
         return now + watch_seconds(self._config)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -57,6 +58,9 @@ class Access:
         self._admitted: set[tuple[str, bytes]] = set()
         self._revoked: set[tuple[str, bytes]] = set()
         self.refresh = ClientsRefresh(self.clients)
+        # Threads that enrol clients wait for each other without a time limit. Only a
+        # lock of another process is an error after a second.
+        self._enrolment = threading.Lock()
 
     def check_binds(self, binds: Sequence[str]) -> None:
         """Raise KeyFileError if an address is not local and no client has a key."""
@@ -90,7 +94,7 @@ class Access:
         return self.clients.find_name(user, self._now())
 
     def enrol(self, user: str, public: bytes) -> str:
-        """Replace an invitation with the invited client's public key.
+        """Replace an invitation with the invited client's public key; thread-safe.
 
         Args:
           user: User of the client's connection: the encoded key of the invitation.
@@ -107,7 +111,8 @@ class Access:
         grant = None
         if user.startswith(formats.INVITATION):
             invitation = formats.decode(formats.INVITATION, user)
-            grant = self.clients.enrol(invitation, public, self._now())
+            with self._enrolment:
+                grant = self.clients.enrol(invitation, public, self._now())
         if grant is None:
             raise RemoteProtocolError("expected the key of a valid invitation")
         _LOGGER.info("%s joined, key %s", grant.name, formats.fingerprint(public))

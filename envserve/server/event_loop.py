@@ -1,11 +1,12 @@
 """The server's event loop, which connects a Router, a ServerProtocol and the pools.
 
-All code of this module runs in the thread of one asyncio loop, and no call blocks. The
-loop runs a callback on three events: messages have arrived (`_on_messages`), a pool has
-an event or its deadline has passed (`_on_pool_event`), or a lease expires
-(`_expire_leases`). Each event is passed to the `ServerProtocol`, which does no I/O and
-returns decisions. `_carry_out` carries out each decision before the next callback runs;
-a decision can lead to others, which are appended to the same queue.
+All code of this module runs in the thread of one asyncio loop, and no call blocks; only
+a JOIN is carried out in a thread (`_enrol`). The loop runs a callback on three events:
+messages have arrived (`_on_messages`), a pool has an event or its deadline has passed
+(`_on_pool_event`), or a lease expires (`_expire_leases`). Each event is passed to the
+`ServerProtocol`, which does no I/O and returns decisions. `_carry_out` carries out each
+decision before the next callback runs; a decision can lead to others, which are
+appended to the same queue.
 
 ZeroMQ's descriptor is edge-triggered, and a send may consume the edge. Therefore every
 callback that sends calls `_schedule_read` at its end, and `_on_messages` reads until

@@ -317,7 +317,7 @@ def _box(
     box = _box_of_bounds(budget, dtype, low, high)
     for name, value in flags.items():
         if value is not None:
-            flag = _expand(budget, value, np.dtype(bool))
+            flag = _expand(budget, value, np.dtype(np.bool_))
             if flag.shape != box.shape:
                 raise SpaceError(f"expected low and {name} to have the same shape")
             vars(box)[name] = vars(box)[name] & flag

@@ -195,8 +195,14 @@ class Algorithm(abc.ABC):
 def _parse_text(name: str, text: str, hint: Any) -> Any:
     """Parse the text of a setting, for example from `--set`, by its annotated type."""
     if get_origin(hint) not in (tuple, list):
-        is_simple = hint in (bool, int, float, str)
-        return parse_value(name, text, hint if is_simple else None)
+        if hint in (bool, int, float, str):
+            return parse_value(name, text, hint)
+        value = parse_value(name, text, None)
+        try:
+            msgspec.convert(value, hint)
+        except msgspec.ValidationError:  # it may be a text, such as 7 for `str | None`
+            return text
+        return value
     if str not in get_args(hint) or text.startswith("["):
         return parse_value(name, text, list)
     return [word for word in map(str.strip, text.split(",")) if word]

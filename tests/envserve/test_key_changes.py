@@ -7,13 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from envserve.errors import ConnectError, KeyFileError
-from envserve.keys import clients_file, private_files
+from envserve.keys import clients_file, formats, private_files
 from envserve.keys.clients_file import ClientsFile
 from envserve.keys.grant import Grant, format_line, parse_line
 from envserve.keys.key_folder import KeyFolder
@@ -244,6 +245,24 @@ def test_a_change_by_this_process_is_complete_before_a_reading_thread_continues(
     hung.respond.set()
     wait_until(access.refresh.is_done)
     assert [grant.name for grant in folder.clients.grants()] == ["ann"]
+
+
+def test_many_clients_may_join_at_the_same_time_although_the_disk_is_slow(
+    folder: KeyFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [bytes([number]) * 32 for number in range(1, 6)]
+    for number, key in enumerate(keys):
+        until = time.time() + PATIENCE
+        folder.clients.add(Grant(name=f"node-{number}", public=key, until=until), 0.0)
+    access = Access(folder)
+    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.2))
+
+    def enrol(key: bytes) -> str:
+        return access.enrol(formats.encode(formats.INVITATION, key), b"\xff" + key[1:])
+
+    with ThreadPoolExecutor(len(keys)) as threads:
+        names = [*threads.map(enrol, keys)]
+    assert names == [f"node-{number}" for number in range(len(keys))]
 
 
 def test_a_broken_file_is_not_read_at_each_lookup(

@@ -279,18 +279,44 @@ class Unloadable:
 
 
 def test_a_registered_env_that_cannot_be_unpickled_affects_no_other_env(
-    registered: str,
+    registered: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Unloadable()
     make: Any = lambda: Numbered(part.__sizeof__())  # noqa: E731
     gymnasium.register(registered, make)
+    make_other: Any = numbered(3)
+    other = replace(gymnasium.spec(registered), id="Other-v0", entry_point=make_other)
+    monkeypatch.setitem(gymnasium.registry, "Other-v0", other)
     with contextlib.closing(envserve.make_vec(Numbered, 2)) as envs:
         assert envs.reset()[1]["number"].tolist() == [0, 0]
+    with contextlib.closing(
+        envserve.make_vec([lambda: gymnasium.make("Other-v0")])
+    ) as envs:
+        assert envs.reset()[1]["number"].tolist() == [3]
     error = f"{registered}: workers cannot unpickle .* ValueError: invalid literal"
     users: list[Any] = [registered, [lambda: gymnasium.make(registered)]]
     for env in users:
         with pytest.raises(EnvStartError, match=error):
             envserve.make_vec(env)
+
+
+def test_envs_of_a_script_share_its_objects(registered: str) -> None:
+    resets: list[int] = []
+
+    class Recording(Numbered):
+        def reset(self, **options: Any) -> Any:
+            resets.append(self.number)
+            return super().reset(**options)
+
+    class Counting(Recording):
+        def step(self, action: Any) -> Any:
+            return *super().step(action)[:4], {"number": len(resets)}
+
+    recording: Any = Recording
+    gymnasium.register(registered, recording)
+    with contextlib.closing(envserve.make_vec(Counting)) as envs:
+        envs.reset()
+        assert envs.step([0])[4]["number"].tolist() == [1]
 
 
 class Unprintable:

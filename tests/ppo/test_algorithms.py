@@ -182,6 +182,7 @@ class Lists:
     pair: tuple[int, float] = (0, 0.0)
     sizes: list[int] = dataclasses.field(default_factory=list)
     tag: str = ""
+    label: str | None = None
     on: bool = False
 
 
@@ -200,8 +201,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
         names=("1", "2"), tag="007", pair=(1, -0.001), layers=(8, 4), on=False
     )
     for tag in ("7", "1e6", "true", "[1, 2]", "{}", "8,4"):
-        changed = apply_settings(config, [f"tag={tag}"])
-        assert Listing.read_settings(changed).tag == tag
+        changed = apply_settings(config, [f"tag={tag}", f"label={tag}"])
+        read = Listing.read_settings(changed)
+        assert read.tag == read.label == tag
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)

@@ -9,7 +9,6 @@ and number, and their end is remembered".
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -295,15 +294,21 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def _will_fit(self, quota: Quota, usage: Usage) -> bool:
         """Return whether a request fits once the CLOSING leases have ended."""
         others = [r for r in self.values() if r.state is not LeaseState.CLOSING]
-        with contextlib.suppress(Rejection):
+        try:
             quota.check_usage(usage, ((r.user, r.usage) for r in others))
-            return len(others) < len(self)
-        return False
+        except Rejection:
+            return False
+        return True
 
     def start_builds(self) -> list[Decision]:
         """Return decisions to build envs of queued leases, a few leases per user."""
         building = [r for r in self.values() if r.state is LeaseState.BUILDING]
         count = Counter(record.user for record in building if not record.is_queued)
+        users_with_closing_rows = {
+            r.user
+            for r in self.values()
+            if r.state is LeaseState.CLOSING and r.row_mib > 0
+        }
         starts: list[Decision] = []
         for record in building:
             settings = record.settings
@@ -312,8 +317,11 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 remaining = max(0, settings.max_row_mib - used)
                 settings = replace(settings, max_row_mib=remaining)
             # If row memory is limited, build the envs of only one lease per user at a
-            # time, because the size of the rows is not known before the build.
-            max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
+            # time, and not until rows of closing leases are free, because the size of
+            # the rows is not known before the build.
+            max_builds = _MAX_CONCURRENT_BUILDS
+            if settings.max_row_mib is not None:
+                max_builds = int(record.user not in users_with_closing_rows)
             if record.is_queued and count[record.user] < max_builds:
                 record.is_queued = False
                 count[record.user] += 1
