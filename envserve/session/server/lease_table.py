@@ -9,6 +9,7 @@ and number, and their end is remembered".
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -294,11 +295,10 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def _will_fit(self, quota: Quota, usage: Usage) -> bool:
         """Return whether a request fits once the CLOSING leases have ended."""
         others = [r for r in self.values() if r.state is not LeaseState.CLOSING]
-        try:
+        with contextlib.suppress(Rejection):
             quota.check_usage(usage, ((r.user, r.usage) for r in others))
-        except Rejection:
-            return False
-        return True
+            return len(others) < len(self)
+        return False
 
     def start_builds(self) -> list[Decision]:
         """Return decisions to build envs of queued leases, a few leases per user."""
