@@ -278,21 +278,6 @@ def test_all_leases_of_a_user_share_its_row_memory() -> None:
     assert server.pools["ann", 102].config.max_row_mib == 2
 
 
-def test_row_memory_is_available_again_once_envs_are_closed() -> None:
-    server = KeyServer(grant(max_row_mib=1), grant("bob", max_row_mib=1))
-    server.attach(session=7)
-    pool = server.pools.pop(("ann", 7))
-    server.builds_at_once = False
-    detach = Message(type=MessageType.DETACH, session=7, boot=server.boot)
-    server.protocol.receive((0, b"r", "ann"), encode(detach), 0.0)
-    server.attach(session=8)
-    server.attach("bob", session=9)
-    assert [*server.pools] == [("bob", 9)]
-    pool.close()
-    server.carry_out(server.protocol.pool_closed(("ann", 7)), 0.0)
-    assert server.pools["ann", 8].config.max_row_mib == 1
-
-
 def test_the_row_memory_limit_of_the_host_applies_to_all_keys() -> None:
     server = KeyServer(grant(max_row_mib=3), grant("bob"), max_row_mib=2, **FEW)
     for user in ("ann", "bob", "local"):

@@ -304,11 +304,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         """Return decisions to build envs of queued leases, a few leases per user."""
         building = [r for r in self.values() if r.state is LeaseState.BUILDING]
         count = Counter(record.user for record in building if not record.is_queued)
-        users_with_closing_rows = {
-            r.user
-            for r in self.values()
-            if r.state is LeaseState.CLOSING and r.row_mib > 0
-        }
         starts: list[Decision] = []
         for record in building:
             settings = record.settings
@@ -317,11 +312,8 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
                 remaining = max(0, settings.max_row_mib - used)
                 settings = replace(settings, max_row_mib=remaining)
             # If row memory is limited, build the envs of only one lease per user at a
-            # time, and not until rows of closing leases are free, because the size of
-            # the rows is not known before the build.
-            max_builds = _MAX_CONCURRENT_BUILDS
-            if settings.max_row_mib is not None:
-                max_builds = int(record.user not in users_with_closing_rows)
+            # time, because the size of the rows is not known before the build.
+            max_builds = _MAX_CONCURRENT_BUILDS if settings.max_row_mib is None else 1
             if record.is_queued and count[record.user] < max_builds:
                 record.is_queued = False
                 count[record.user] += 1
