@@ -10,7 +10,7 @@ import pytest
 
 from envserve.host_resources import num_cores
 from envserve.keys.grant import Grant
-from envserve.session.server.decisions import EndPool, SessionId
+from envserve.session.server.decisions import SessionId
 from envserve.session.server.server_protocol import ServerProtocol
 from envserve.settings import HostSettings
 from envserve.wire.constants import ErrorCode, MessageType
@@ -160,25 +160,6 @@ def test_a_key_may_use_all_workers_with_one_lease() -> None:
     server = KeyServer(grant(), num_workers=4, max_processes=4)
     server.attach(num_envs=4)
     assert server.pools["ann", 1].config.num_workers == 4
-
-
-def test_a_request_waits_for_envs_that_are_being_closed() -> None:
-    server = KeyServer(grant(), grant("bob"))
-    server.attach(num_envs=15, session=7)
-    pool = server.pools.pop(("ann", 7))
-    server.builds_at_once = False
-    detach = Message(type=MessageType.DETACH, session=7, boot=server.boot)
-    decisions = server.protocol.receive((0, b"r", "ann"), encode(detach), 0.0)
-    assert decisions == [EndPool(("ann", 7))]
-    assert server.attach("bob", num_envs=16, session=8).type is MessageType.BUILDING
-    assert not server.pools
-    body = server.reject("bob", num_envs=17)
-    assert body.code is ErrorCode.ENVS_BUSY
-    pool.close()
-    server.carry_out(server.protocol.pool_closed(("ann", 7)), 0.0)
-    assert server.attach("bob", num_envs=16, session=8).type is MessageType.BUILDING
-    assert [*server.pools] == [("bob", 8)]
-    assert not server.num_audits("over quota", "bob")
 
 
 def test_by_default_a_key_may_use_three_leases_with_all_workers() -> None:

@@ -9,7 +9,6 @@ and number, and their end is remembered".
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -27,7 +26,7 @@ from envserve.session.server.decisions import (
     StartPool,
 )
 from envserve.session.server.lease import Lease
-from envserve.session.server.permissions import RateLimited, Rejection
+from envserve.session.server.permissions import Rejection
 from envserve.session.server.quotas import KEYLESS_USERS, Quota, Quotas, Usage
 from envserve.session.server.reply_builder import ReplyBuilder, lease_lost
 from envserve.session.states import LeaseState, StateMachine
@@ -247,9 +246,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
     def add(self, message: Message, now: float) -> None:
         """Add the lease that the ATTACH of a new session requests.
 
-        If it fits once the CLOSING leases have ended, add nothing: the client resends
-        its ATTACH.
-
         Raises:
           Rejection: The user may not use such envs, or too few envs are free.
           RemoteProtocolError: The message is malformed.
@@ -270,10 +266,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             quota.check_usage(usage, self._usages())
             self._quotas.count_attach(quota, now)
         except Rejection as rejection:
-            is_busy = rejection.body.code is ErrorCode.ENVS_BUSY
-            is_limited = isinstance(rejection, RateLimited)
-            if is_busy and not is_limited and self._will_fit(quota, usage):
-                return
             rejection.requested = attach.env_name, attach.num_envs
             raise
         self._client_names[user].pop(number, None)
@@ -291,14 +283,6 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
             last_message_at=now,
         )
         _LOGGER.debug("%s, attaching (client: %s)", record, client)
-
-    def _will_fit(self, quota: Quota, usage: Usage) -> bool:
-        """Return whether a request fits once the CLOSING leases have ended."""
-        others = [r for r in self.values() if r.state is not LeaseState.CLOSING]
-        with contextlib.suppress(Rejection):
-            quota.check_usage(usage, ((r.user, r.usage) for r in others))
-            return len(others) < len(self)
-        return False
 
     def start_builds(self) -> list[Decision]:
         """Return decisions to build envs of queued leases, a few leases per user."""
