@@ -891,8 +891,8 @@ class BatchEnv:
         """Close all envs; idempotent.
 
         Local envs have 10 s for `close`, after which their workers are killed; workers
-        that are still executing another operation are killed after 1 s. Servers close
-        their envs with the same limits, but this method waits at most 2 s for them.
+        that are still executing another operation are killed after 1 s, and so are all
+        workers on servers. This method waits at most 2 s for servers.
         """
         if self._unusable or self._is_closing:  # or a signal handler closes it again
             return

@@ -37,8 +37,10 @@ Env = gymnasium.Env[Any, Any]
 
 #: Vector entry points that `envserve.gym` has replaced in this process, by env name.
 replaced_entry_points: Final[dict[str, Any]] = {}
-#: Maximum size of the pickled code; a message to a worker may have up to 64 MiB.
+#: Maximum size of the pickled code of the requested envs, and of all code; a message to
+#: a worker may have up to 64 MiB.
 _MAX_BYTES: Final = 32 << 20
+_MAX_TOTAL_BYTES: Final = 60 << 20
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,12 @@ class UserCode:
     """The code that workers need in addition to the modules that they import.
 
     Attributes:
-      specs: Maps env names to the specs to register in each worker. Together with
-        `other_specs`, they include all envs that this process has registered, because
-        an env or function may create any of them.
-      other_specs: Specs with code, except that of the requested env. They are pickled
-        one by one, so that only one env fails if its code cannot be unpickled.
+      specs: Maps env names to the specs to register in each worker. They include all
+        envs that this process has registered, because an env or function may create any
+        of them.
+      separate: Maps the names of the specs with code, except that of the requested env,
+        to pickles of the spec and its part of `main`. They are used if not all specs
+        can be unpickled together.
       env_fns: One function per row, which creates the env of the row; empty if the envs
         are created by name.
       wrappers: Maps names to the classes and functions to register as wrappers in each
@@ -63,7 +66,7 @@ class UserCode:
     """
 
     specs: dict[str, EnvSpec] = field(default_factory=dict)
-    other_specs: dict[str, EnvSpec] = field(default_factory=dict)
+    separate: dict[str, bytes] = field(default_factory=dict)
     env_fns: Sequence[Callable[[], Env]] = ()
     wrappers: dict[str, Callable[..., Env]] = field(default_factory=dict)
     kwargs: list[dict[str, Any]] = field(default_factory=list)
@@ -83,12 +86,18 @@ class UserCode:
         """
         _pickle_loaded_files_by_value()
         # Gymnasium's own specs are omitted, because every worker has them.
-        specs, other_specs = dict[str, EnvSpec](), dict[str, EnvSpec]()
+        specs, separate = dict[str, EnvSpec](), dict[str, bytes]()
         for name, registered in gymnasium.registry.items():
             package = user_envs.module_of(name).partition(".")[0]
             if package != "gymnasium" or name not in _names_in_gymnasium():
                 original = _original(registered)
-                (other_specs if _has_code(original) else specs)[name] = original
+                if _has_code(original):
+                    try:
+                        pair = _pickle((original, _main_objects(original)))
+                    except Exception:  # it cannot be pickled
+                        continue
+                    separate[name] = pair
+                specs[name] = original
         env_fns: Sequence[Callable[[], Env]] = ()
         reference: Any = env
         if isinstance(env, str) and (spec := registered_spec(env)):
@@ -113,10 +122,9 @@ class UserCode:
         elif callable(env):
             reference = user_envs.name_of_code(env)[:200]
             specs[reference] = EnvSpec(re.sub(r"[^\w:.]", "", reference), env)
-        for name in specs:
-            other_specs.pop(name, None)
-        main = dict(chain(*(_main_objects(item).items() for item in specs.values())))
-        return reference, cls(specs, other_specs, env_fns, main=main)
+        if isinstance(reference, str):
+            separate.pop(reference, None)
+        return reference, cls(specs, separate, env_fns)
 
     def take_kwargs(self, kwargs: Any) -> Any:
         """Store the arguments that have to be pickled; return the others."""
@@ -168,15 +176,17 @@ class UserCode:
         Raises:
           EnvStartError: A part of the code cannot be pickled, or the code is too large.
         """
-        specs = self.specs or self.other_specs
-        if not (specs or self.env_fns or self.wrappers or any(self.kwargs)):
+        if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
+        specs = {k: v for k, v in self.specs.items() if k not in self.separate}
+        own = replace(self, specs=specs, separate={}, main=_main_of(specs))
+        # Pickle all code at once, so that an object that several closures share is
+        # included only once.
         try:
-            first = _pickler()
-            pickled = first.pickle(replace(self, other_specs={}))
+            pickled = _pickle(own)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = self.specs, self.main, self.wrappers, *self.kwargs, functions
+            parts = own.specs, own.main, self.wrappers, *self.kwargs, functions
             for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
@@ -186,20 +196,14 @@ class UserCode:
                 f"{_MAX_BYTES >> 20} MiB of data; got {len(pickled) >> 20} MiB; load "
                 f"the data inside the functions"
             )
-        num_free = _MAX_BYTES - len(pickled)
-        others, pickler = dict[str, tuple[bytes, bytes]](), _pickler(first)
-        for name, spec in self.other_specs.items():
-            with contextlib.suppress(Exception):  # it cannot be pickled
-                pair = spec, _main_objects(spec)
-                # Used if an earlier env that has the same objects cannot be unpickled.
-                alone = _pickler(first).pickle(pair)
-                part = pickler.pickle(pair)
-                if len(part) <= num_free:
-                    num_free -= len(part)
-                    alone = alone if len(alone) <= num_free else b""
-                    num_free -= len(alone)
-                    others[name] = part, alone
-        return pickle.dumps((pickled, others))
+        together, separate = b"", self.separate
+        if separate:
+            main = _main_of(self.specs)
+            together = _pickle(replace(self, separate={}, main=main))
+            sizes = map(len, (pickled, together, *separate.values()))
+            if sum(sizes) > _MAX_TOTAL_BYTES:
+                together, separate = b"", {}
+        return pickle.dumps((pickled, together, separate))
 
     @classmethod
     def loads(cls, pickled: bytes, env_name: str) -> Self:
@@ -218,25 +222,14 @@ class UserCode:
         # would start further workers, endlessly.
         user_envs.modules_being_imported.append("the module of a function or class")
         try:
-            pickled, others = pickle.loads(pickled)
-            code: Self
-            code, first = _unpickle(pickled)
-            unpickler = first
-            for name, (part, alone) in others.items():
-                try:
-                    try:
-                        pair, unpickler = _unpickle(part, unpickler)
-                    except Exception:
-                        if not alone:
-                            raise
-                        pair, _ = _unpickle(alone, first)
-                    code.specs[name], main = pair
-                except Exception as error:
-                    fail = functools.partial(_fail, str(_unpickling_error(name, error)))
-                    spec = EnvSpec(name, fail, vector_entry_point=fail)
-                    gymnasium.registry.setdefault(name, spec)
-                else:
-                    code.main.update(main)
+            own, together, separate = pickle.loads(pickled)
+            code: Self | None = None
+            with contextlib.suppress(Exception):  # the parts below have the same error
+                code = pickle.loads(together) if together else None
+            if code is None:
+                code = pickle.loads(own)
+                for name, pair in separate.items():
+                    code._load_separate(name, pair)
         except Exception as error:
             raise _unpickling_error(env_name, error) from error
         finally:
@@ -251,6 +244,17 @@ class UserCode:
             WRAPPERS[name] = RegisteredWrapper(wrapper, {}, is_limited=False)
         return code
 
+    def _load_separate(self, name: str, pair: bytes) -> None:
+        try:
+            spec, main = pickle.loads(pair)
+        except Exception as error:
+            fail = functools.partial(_fail, str(_unpickling_error(name, error)))
+            spec = EnvSpec(name, fail, vector_entry_point=fail)
+            gymnasium.registry.setdefault(name, spec)
+        else:
+            self.specs[name] = spec
+            self.main.update(main)
+
     def copy_env_fn(self, row: int) -> Callable[[], Env] | None:
         """Return a copy of the function that creates a row's env.
 
@@ -259,7 +263,7 @@ class UserCode:
         """
         if not self.env_fns:
             return None
-        self.copies.append(pickle.loads(_pickler().pickle(self.env_fns[row])))
+        self.copies.append(pickle.loads(_pickle(self.env_fns[row])))
         return self.copies[-1]
 
     @property
@@ -287,12 +291,7 @@ def _apply_recorded(spec: WrapperSpec, env: Env) -> Env:
     return wrapped
 
 
-def _pickler(previous: Any = None) -> Any:
-    """Return a pickler whose method `pickle` returns a pickled value.
-
-    Objects that it or the previous pickler has pickled before are not pickled again:
-    `_unpickle` gets them from the earlier values.
-    """
+def _pickle(value: object) -> bytes:
     import cloudpickle  # type: ignore[import-untyped]
 
     table = cloudpickle.Pickler.dispatch_table
@@ -304,29 +303,9 @@ def _pickler(previous: Any = None) -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dispatch_table: ClassVar[Any] = ChainMap({CodeType: reduce_code}, table)
 
-        def pickle(self, value: object) -> bytes:
-            file.seek(0)
-            file.truncate()
-            self.dump(value)
-            return file.getvalue()
-
-    # Up to protocol 3, pickled objects have explicit numbers. An object of a value that
-    # was not unpickled is therefore missing later, instead of being another object.
-    pickler = Pickler(file := io.BytesIO(), 3)
-    if previous is not None:
-        pickler.memo, pickler.globals_ref = previous.memo, previous.globals_ref
-    return pickler
-
-
-def _unpickle(pickled: bytes, previous: Any = None) -> tuple[Any, Any]:
-    """Return a value that a `_pickler` has pickled, and the unpickler.
-
-    `previous` is the unpickler of the earlier values.
-    """
-    unpickler: Any = pickle.Unpickler(io.BytesIO(pickled))
-    if previous is not None:
-        unpickler.memo = previous.memo
-    return unpickler.load(), unpickler
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()
 
 
 def _code_in_file(filename: str, *arguments: Any) -> CodeType:
@@ -335,7 +314,7 @@ def _code_in_file(filename: str, *arguments: Any) -> CodeType:
 
 
 def _pickle_loaded_files_by_value() -> None:
-    """Let picklers include the code of modules that workers cannot import.
+    """Let `_pickle` include the code of modules that workers cannot import.
 
     The modules of files that `ppo` has loaded, such as callbacks, are named after their
     paths. See also `is_loaded_by_path`.
@@ -380,6 +359,10 @@ def _main_objects(spec: EnvSpec) -> dict[str, Any]:
     return {name: main[name] for name in names}
 
 
+def _main_of(specs: Mapping[str, EnvSpec]) -> dict[str, Any]:
+    return dict(chain(*(_main_objects(spec).items() for spec in specs.values())))
+
+
 def _has_code(spec: EnvSpec) -> bool:
     """Return whether a spec contains or names code of this process, or large data."""
     return (
@@ -405,7 +388,7 @@ def _fail(text: str, **_: Any) -> NoReturn:
 def _check_part(name: str, part: object) -> None:
     """Raise EnvStartError if a part of the code cannot be pickled."""
     try:
-        _pickler().pickle(part)
+        _pickle(part)
     except Exception as error:
         raise EnvStartError(
             f"{name}: expected code that workers can receive; it refers to an object "

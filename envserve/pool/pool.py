@@ -44,7 +44,7 @@ from envserve.worker.channel import MessageKind
 
 #: By default, workers whose envs are still being closed after this time are killed: an
 #: env may write a video in `close`, or end a simulator.
-CLOSE_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 10.0
 #: Nanoseconds for which workers render frames after a request.
 _WATCH_NS: Final = 3_000_000_000
 #: Maximum number of absent rows that a status lists.
@@ -375,7 +375,7 @@ class Pool:
 
     # Closing.
 
-    def begin_close(self, grace_seconds: float = CLOSE_SECONDS) -> None:
+    def begin_close(self, grace_seconds: float = _CLOSE_SECONDS) -> None:
         """Ask all workers to exit; `collect` continues until `is_closed`.
 
         Workers that have not begun to close their envs after 1 s, because they are

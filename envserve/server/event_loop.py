@@ -42,7 +42,7 @@ from envserve.errors import (
     ServerError,
 )
 from envserve.pool.launcher import Launcher
-from envserve.pool.pool import CLOSE_SECONDS, Pool
+from envserve.pool.pool import Pool
 from envserve.server.access import Access
 from envserve.server.deferred_replies import DeferredReplies
 from envserve.server.fair_share import FairShare
@@ -72,6 +72,9 @@ from envserve.text import LogThrottle
 from envserve.wire.handshake import Welcome
 
 _LOGGER: Final = logging.getLogger(__name__)
+#: Workers of an ended lease are killed after this time, so that its client, which waits
+#: for 1.5 s, finds its capacity free; `stop` sets another time.
+_CLOSE_SECONDS: Final = 1.0
 #: Maximum number of messages to handle before pools and timers get their turn;
 #: `FairShare` limits the time.
 _MAX_MESSAGES_PER_TURN: Final = 64
@@ -168,7 +171,7 @@ class ServerLoop:
         self._fair_share = FairShare(protocol.quotas)
         self._has_ended = asyncio.Event()
         self._joining: set[str] = set()  # users of the invitations being replaced
-        self._close_seconds = CLOSE_SECONDS  # `stop` sets another time
+        self._close_seconds = _CLOSE_SECONDS
         router.sockets.start_reading(self._on_messages)
         self._schedule_read()
 

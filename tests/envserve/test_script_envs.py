@@ -821,7 +821,7 @@ def test_the_error_of_a_server_names_the_option_that_registers_envs(
 ) -> None:
     gymnasium.register(registered, f"{__name__}:Numbered")
     server = serve("CartPole-v1")
-    with pytest.raises(UnknownEnv, match="envserve start --import MODULE"):
+    with pytest.raises(UnknownEnv, match="--import MODULE if a module registers it"):
         envserve.make_vec(registered, 1, [server.address])
     with contextlib.closing(
         envserve.make_vec(gymnasium.spec("CartPole-v1"), 1, [server.address])

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from envserve.envs.registry import offered_names
 from envserve.pool.launcher import Launcher
-from envserve.pool.pool import CLOSE_SECONDS, Pool
+from envserve.pool.pool import Pool
 from envserve.server import deferred_replies, event_loop
 from envserve.server.event_loop import ServerLoop
 from envserve.server.fair_share import FairShare
@@ -411,7 +411,7 @@ async def test_a_failure_in_a_pool_does_not_wait_until_its_envs_are_closed(
         began_at = time.monotonic()
         await peer.send(MessageType.RESET, 2, resets, entries=((0, 1),))
         await peer.receive(MessageType.ERROR)
-        assert time.monotonic() - began_at < CLOSE_SECONDS / 2
+        assert time.monotonic() - began_at < 5.0  # local envs have 10 s
 
 
 async def test_a_request_whose_reply_cannot_be_built_gets_an_error(
@@ -552,7 +552,7 @@ async def test_a_stop_shortens_the_time_limit_of_closing_workers(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 3600.0)
+    monkeypatch.setattr(event_loop, "_CLOSE_SECONDS", 3600.0)
     attach = Attach(
         env_name=FAULTY, num_envs=1, seed=1, env_kwargs={"fault": "hang_in_close"}
     )
