@@ -52,7 +52,7 @@ def page(
 
     if run is not None and os.path.isfile(run):
         fail(f"--run: expected a run folder; got the file {run}", 2)
-    if run is not None and not run.exists() and not end_with_stdin:
+    if run is not None and not os.path.exists(run) and not end_with_stdin:
         print(f"--run: {run} does not exist yet; its curve appears once it does.")
     raise_file_limit()
     missing = f"; the page needs additional packages: {install_command('page')}"

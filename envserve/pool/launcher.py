@@ -265,7 +265,7 @@ class Launcher:
                     raise
                 raise_if_from_handler(error)
                 self._template_error = f"cannot run: {error}"
-                if isinstance(error, PermissionError):
+                if isinstance(error, PermissionError) and "user" in self._popen_options:
                     self._template_error += "; let the user of --worker-user run it"
                 raise WorkerError(f"{command[0]} {self._template_error}") from None
 

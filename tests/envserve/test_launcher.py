@@ -21,6 +21,7 @@ from benchmarks.support.processes import is_running
 from envserve.errors import WorkerError
 from envserve.pool.launcher import Launcher
 from envserve.pool.worker_states import Exit
+from envserve.settings import HostSettings
 from envserve.spaces import codec
 from envserve.worker import process, template
 from envserve.worker.channel import MessageKind, pack_message
@@ -260,16 +261,23 @@ def test_template_that_cannot_run_is_reported_as_a_failed_start(
     assert str(end) == ("could not be started: the template process exited with code 1")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
-def test_an_interpreter_that_the_user_of_workers_cannot_run_is_a_worker_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_user", [False, True])
+def test_an_interpreter_that_workers_cannot_run_is_a_worker_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_user: bool
 ) -> None:
+    if has_user and os.geteuid() != 0:
+        pytest.skip("only root starts others' processes")
     (tmp_path / "python").touch(0o600)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(WorkerError, match=r"Permission denied.*; let the user of --wo"):
-        Launcher()
+    host = HostSettings(worker_user="nobody") if has_user else None
+    with pytest.raises(WorkerError, match="Permission denied") as raised:
+        Launcher(host=host)
+    assert str(raised.value).endswith("; let the user of --worker-user run it") == (
+        has_user
+    )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process by prlimit")
 def test_template_without_free_descriptors_reports_that_and_survives(
     launcher: Launcher, start: Start
 ) -> None:

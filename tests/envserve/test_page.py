@@ -546,12 +546,15 @@ def test_a_page_that_cannot_be_served_is_an_error_of_one_line(
     assert text in " ".join(result.output.split())
 
 
-def test_a_page_reports_that_the_run_folder_does_not_exist_yet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rnus", "x" * 300])
+def test_a_page_reports_that_the_run_folder_does_not_exist_yet(
+    name: str, tmp_path: Path
+) -> None:
     command = main_command("envserve.__main__", "page", "--port", "0", "--insecure")
-    command += ["127.0.0.1:9", "--run", str(tmp_path / "rnus")]
+    command += ["127.0.0.1:9", "--run", str(tmp_path / name)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "rnus does not exist yet" in process.stdout.readline()
+        assert f"{name} does not exist yet" in process.stdout.readline()
         assert process.stdout.readline().startswith("Page: http://127.0.0.1:")
         process.terminate()
         assert process.wait(TIMEOUT_SECONDS) == 0

@@ -202,7 +202,7 @@ def test_time_during_which_all_processes_were_suspended_is_no_hang(
         1,
         clock=lambda: time.monotonic() + paused_seconds[0],
         env_kwargs={"step": f"wait_for({str(go_on)!r})"},
-        step_timeout_seconds=4.0,
+        step_timeout_seconds=40.0,
     )
     go_on.touch()
     step(pool, 0)
@@ -221,14 +221,14 @@ def test_a_hang_is_detected_although_the_pool_rarely_checks(
 ) -> None:
     """A trainer that computes for long between its calls does not hide a hang."""
     paused_seconds = [0.0]
-    hangs = run_once(tmp_path / "mark", "time.sleep(60)", "action")
+    hangs = run_once(tmp_path / "mark", "time.sleep(600)", "action")
     pool = make_pool.and_reset(
         SCRIPT,
         1,
         1,
         clock=lambda: time.monotonic() + paused_seconds[0],
         env_kwargs={"step": hangs},
-        step_timeout_seconds=20.0,
+        step_timeout_seconds=60.0,
     )
     step(pool, 0)
     pool.rows.action[0][:] = 1
@@ -238,4 +238,4 @@ def test_a_hang_is_detected_although_the_pool_rarely_checks(
         paused_seconds[0] += 1000.0
         assert pool.collect(0.0) == []
     (outcome,) = gather(pool, [0])
-    assert_lost(pool, outcome, "a step timed out after 20 s", Status.TIMEOUT)
+    assert_lost(pool, outcome, "a step timed out after 60 s", Status.TIMEOUT)
