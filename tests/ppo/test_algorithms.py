@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import keras
@@ -183,6 +183,10 @@ class Lists:
     sizes: list[int] = dataclasses.field(default_factory=list)
     tag: str = ""
     on: bool = False
+    label: str | None = None
+    optional: tuple[int, ...] | None = None
+    kind: Literal["a", "7"] = "a"
+    mixed: tuple[str, int] = ("", 0)
 
 
 class Listing(Other):
@@ -202,6 +206,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     for tag in ("7", "1e6", "true", "[1, 2]", "{}", "8,4"):
         changed = apply_settings(config, [f"tag={tag}"])
         assert Listing.read_settings(changed).tag == tag
+    texts = ["label=7", "optional=8", "kind=7", "mixed=a,1"]
+    read = Listing.read_settings(apply_settings(config, texts))
+    assert read == Lists(label="7", optional=(8,), kind="7", mixed=("a", 1))
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)
