@@ -281,7 +281,7 @@ class Simulation:
                     act = functools.partial(self._call_policy, snapshot)
                 outputs, states = self._run_as_rows_arrive(act, noise[0], states[0])
             elif act is None:
-                self._check_executor(snapshot, noise, states)
+                self._check_executor(self._graph_loop, snapshot, noise, states)
                 with (
                     tf.experimental.function_executor_type(self._executor),
                     self._env.host_calls.original_errors(),
@@ -423,17 +423,19 @@ class Simulation:
         )
         return tf.nest.map_structure(lambda array: array.stack(), outputs), states
 
-    def _check_executor(self, *inputs: Any) -> None:
-        """Select the default executor if the policy has control flow, as `tf.cond`.
+    def _check_executor(self, function: Any, *inputs: Any) -> None:
+        """Select the default executor if `function` has control flow, as `tf.cond`.
 
         The single-threaded executor runs the functions of these operations in threads
         of TensorFlow, and waits forever if there is only one (`inter_op_threads`).
         """
         if self._is_executor_checked or tf.config.functions_run_eagerly():
             return
-        graph = self._graph_loop.get_concrete_function(*inputs).graph
-        functions = graph.as_graph_def().library.function  # the loop is not in these
-        nodes = itertools.chain.from_iterable(each.node_def for each in functions)
+        graph = function.get_concrete_function(*inputs).graph.as_graph_def()
+        # The nodes of the loop's graph are those of the loop, not of the policy.
+        own_nodes = () if function is self._graph_loop else graph.node
+        functions = (each.node_def for each in graph.library.function)
+        nodes = itertools.chain(own_nodes, *functions)
         if any(node.op in _CONTROL_FLOW for node in nodes):
             self._executor = "DEFAULT"
         self._is_executor_checked = True
@@ -519,7 +521,9 @@ class Simulation:
     ) -> tuple[Any, ...]:
         """Run the policy in TensorFlow on NumPy arrays; see `Act`."""
         inputs = tf.nest.map_structure(tf.constant, (list(leaves), noise, state))
-        outputs = self._act_in_tensorflow(snapshot, *inputs)
+        self._check_executor(self._act_in_tensorflow, snapshot, *inputs)
+        with tf.experimental.function_executor_type(self._executor):
+            outputs = self._act_in_tensorflow(snapshot, *inputs)
         return tf.nest.map_structure(lambda rows: rows.numpy(), outputs)
 
     def _run_policy(

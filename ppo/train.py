@@ -157,7 +157,7 @@ def train(
         if resume:
             if run_folder.has_checkpoint():
                 checkpoint.restore(run_folder.checkpoints, run.state)
-            with _algorithm_data_errors(run_folder):
+            with _algorithm_data_errors(run_folder, is_loading=True):
                 run.algorithm.load_data(run_folder.algorithm_data, start_counters.steps)
         if learners.is_chief:  # the config matches the checkpoint, if there is one
             run_folder.save_config(config)
@@ -347,13 +347,15 @@ class _Loop:
 
 
 @contextlib.contextmanager
-def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
+def _algorithm_data_errors(
+    run_folder: RunFolder, *, is_loading: bool = False
+) -> Iterator[None]:
     """Turn write errors of an algorithm's data into a `RunWriteError`.
 
     If a file is missing although the run folder exists, or already exists although the
-    folder of the data is no link, the code of the algorithm is wrong. An error without
-    a number comes from a library. The author of the algorithm needs such an error
-    unchanged, with the traceback.
+    folder of the data is no link, the code of the algorithm is wrong. When data are
+    loaded, an error without a number comes from a library such as h5py. The author of
+    the algorithm needs such an error unchanged, with the traceback.
     """
     try:
         with run_folder.writing():
@@ -365,7 +367,8 @@ def _algorithm_data_errors(run_folder: RunFolder) -> Iterator[None]:
         is_duplicate = isinstance(cause, FileExistsError)
         is_duplicate &= run_folder.algorithm_data.is_dir()
         is_of_library = isinstance(cause, OSError) and cause.errno is None
-        if cause and (is_missing or is_duplicate or is_of_library):
+        is_unchanged = is_missing or is_duplicate or (is_loading and is_of_library)
+        if cause and is_unchanged:
             raise cause from None
         raise
 

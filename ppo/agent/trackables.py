@@ -16,18 +16,19 @@ def checkpoint_of(trackables: Mapping[str, Any]) -> tf.train.Checkpoint:
     and dicts.
 
     Raises:
-      ConfigError: A set contains layers. Because its order differs between processes,
-        their weights could be swapped when they are restored.
+      ConfigError: A set contains layers that no attribute contains. Because its order
+        differs between processes, weights could be swapped when they are restored.
     """
     checkpoint = tf.train.Checkpoint(**trackables)
     parts = tf.train.TrackableView(checkpoint).descendants()
-    for layer in _layers_in_sets(parts, set()):
-        raise ConfigError(
-            f"{type(layer).__name__} {layer.name}: expected the layers of a model in "
-            "attributes, lists, tuples or dicts, found this layer in a set, which has "
-            "no fixed order; use a list."
-        )
     found = set(map(id, parts))
+    for layer in _layers_in_sets(parts, set()):
+        if id(layer) not in found:
+            raise ConfigError(
+                f"{type(layer).__name__} {layer.name}: expected the layers of a model "
+                "in attributes, lists, tuples or dicts, found this layer in a set, "
+                "which has no fixed order; use a list."
+            )
     missing = {
         id(weight): weight
         for part in parts
@@ -47,19 +48,20 @@ def _layers_in_sets(
 
     Args:
       value: A layer, a module, a collection of these, or any other object.
-      searched: Ids of the layers and modules whose attributes were already searched.
+      searched: Ids of the objects that were already searched.
       is_in_set: Whether the object is in a set.
     """
     parts: Iterable[Any] = ()
     if isinstance(value, keras.layers.Layer | tf.Module):
         if is_in_set and isinstance(value, keras.layers.Layer):
             yield value
-        if id(value) not in searched:
-            searched.add(id(value))
-            parts, is_in_set = vars(value).values(), False
+        parts, is_in_set = vars(value).values(), False
     elif isinstance(value, dict):
         parts = value.values()
     elif isinstance(value, list | tuple | set | frozenset):
         parts, is_in_set = value, is_in_set or isinstance(value, set | frozenset)
+    if id(value) in searched:
+        return
+    searched.add(id(value))
     for part in parts:
         yield from _layers_in_sets(part, searched, is_in_set=is_in_set)

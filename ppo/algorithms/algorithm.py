@@ -6,10 +6,11 @@ algorithm.
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import gymnasium
 import msgspec
@@ -194,15 +195,13 @@ class Algorithm(abc.ABC):
 
 def _parse_text(name: str, text: str, hint: Any) -> Any:
     """Parse the text of a setting, for example from `--set`, by its annotated type."""
-    if get_origin(hint) not in (tuple, list):
-        if hint in (bool, int, float, str):
-            return parse_value(name, text, hint)
-        value = parse_value(name, text, None)
-        try:
+    guess = parse_value(name, text, None)
+    candidates = [guess, parse_value(name, text, list), text]
+    if not text.startswith("["):  # a list of texts that may look like numbers
+        words = map(str.strip, text.strip("()").split(","))
+        candidates.append([word for word in words if word])
+    for value in candidates:
+        with contextlib.suppress(msgspec.ValidationError):
             msgspec.convert(value, hint)
-        except msgspec.ValidationError:  # it may be a text, such as 7 for `str | None`
-            return text
-        return value
-    if str not in get_args(hint) or text.startswith("["):
-        return parse_value(name, text, list)
-    return [word for word in map(str.strip, text.split(",")) if word]
+            return value
+    return guess

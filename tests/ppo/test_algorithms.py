@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import keras
@@ -182,8 +182,11 @@ class Lists:
     pair: tuple[int, float] = (0, 0.0)
     sizes: list[int] = dataclasses.field(default_factory=list)
     tag: str = ""
-    label: str | None = None
     on: bool = False
+    label: str | None = None
+    optional: tuple[int, ...] | None = None
+    kind: Literal["a", "7"] = "a"
+    mixed: tuple[str, int] = ("", 0)
 
 
 class Listing(Other):
@@ -204,6 +207,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
         changed = apply_settings(config, [f"tag={tag}", f"label={tag}"])
         read = Listing.read_settings(changed)
         assert read.tag == read.label == tag
+    texts = ["label=7", "optional=8", "kind=7", "mixed=a,1"]
+    read = Listing.read_settings(apply_settings(config, texts))
+    assert read == Lists(label="7", optional=(8,), kind="7", mixed=("a", 1))
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)

@@ -189,21 +189,24 @@ def test_a_model_may_branch_on_tensors() -> None:
 ONE_THREAD = f"""
 import tensorflow as tf
 tf.config.threading.set_inter_op_parallelism_threads(1)
-from gymnasium import spaces
+from envserve.client import BatchEnv
 from ppo.agent.agent import Agent
-from tests.ppo.fakes import BOX, CountingBatchEnv, in_graph
+from ppo.in_graph_batch_env import InGraphBatchEnv
 from tests.ppo.runs import SMALL, agent_simulation
-space = spaces.Discrete(2)
-agent = Agent(BOX, space, SMALL.replace(network="{MODULE}:plain_object"))
-env = in_graph(CountingBatchEnv([3, 4], action_space=space))
-print(agent_simulation(agent, env, 8).run((1, 2)).valid.sum())
+with BatchEnv.local("CartPole-v1", 2, 1) as env:
+    spaces = env.observation_space, env.action_space
+    agent = Agent(*spaces, SMALL.replace(network="{MODULE}:plain_object"))
+    env = InGraphBatchEnv(env, agent.actions)
+    for act_on in (1.0, 0.5):
+        simulation = agent_simulation(agent, env, 8, act_on=act_on)
+        print(simulation.run((1, 2)).valid.sum())
 """
 
 
 def test_a_model_may_branch_on_tensors_if_tensorflow_has_a_single_thread() -> None:
     words = [sys.executable, "-c", ONE_THREAD]
     finished = subprocess.run(words, stdout=subprocess.PIPE, timeout=300, check=True)
-    assert finished.stdout == b"16\n"
+    assert finished.stdout == b"16\n16\n"
 
 
 class Twins(Learners):
