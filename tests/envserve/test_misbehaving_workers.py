@@ -308,7 +308,8 @@ def test_the_time_before_a_worker_is_forked_does_not_count_as_building_an_env(
     """The template imports modules during this time."""
     for pid, seconds, was_killed in (
         (None, 500.0, False),
-        (1000, 100.0, False),
+        (1000, 50.0, False),
+        (1000, 50.0, False),
         (1000, 50.0, True),
     ):
         fake_pool.worker.process.pid = pid

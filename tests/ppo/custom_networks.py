@@ -86,7 +86,7 @@ def layers_in_a_frozenset(space: Any, size: int, config: Any, seed: int) -> kera
 
 
 class Unusual(keras.Model):
-    """A model with an embedding, a float64 layer, and a layer that is not used."""
+    """A model with an embedding, a float64 and an unused layer, and a set of layers."""
 
     def __init__(self, action_size: int, seed: int) -> None:
         super().__init__()
@@ -94,6 +94,7 @@ class Unusual(keras.Model):
         self.wide = keras.layers.Dense(4, dtype="float64")
         self.unused = keras.layers.Dense(1, name="unused")
         self.head = Linear(action_size, seed)
+        self.narrow = {self.table, self.head}  # layers that attributes contain too
 
     def call(self, observation: Any) -> Any:
         code = tf.cast(observation[:, 0] > 0, tf.int32)
