@@ -281,12 +281,10 @@ class Simulation:
                     act = functools.partial(self._call_policy, snapshot)
                 outputs, states = self._run_as_rows_arrive(act, noise[0], states[0])
             elif act is None:
-                self._check_executor(self._graph_loop, snapshot, noise, states)
-                with (
-                    tf.experimental.function_executor_type(self._executor),
-                    self._env.host_calls.original_errors(),
-                ):
-                    outputs, states = self._graph_loop(snapshot, noise, states)
+                with self._env.host_calls.original_errors():
+                    outputs, states = self._call_compiled(
+                        self._graph_loop, snapshot, noise, states
+                    )
             else:
                 outputs, states = self._run_loop(act, noise, states)
             for split in self._splits[1:]:
@@ -423,22 +421,23 @@ class Simulation:
         )
         return tf.nest.map_structure(lambda array: array.stack(), outputs), states
 
-    def _check_executor(self, function: Any, *inputs: Any) -> None:
-        """Select the default executor if `function` has control flow, as `tf.cond`.
+    def _call_compiled(self, function: Any, *inputs: Any) -> Any:
+        """Call a function with the policy, in the default executor if it has `tf.cond`.
 
-        The single-threaded executor runs the functions of these operations in threads
-        of TensorFlow, and waits forever if there is only one (`inter_op_threads`).
+        The single-threaded executor runs the functions of control flow in threads of
+        TensorFlow, and waits forever if there is only one (`inter_op_threads`).
         """
-        if self._is_executor_checked or tf.config.functions_run_eagerly():
-            return
-        graph = function.get_concrete_function(*inputs).graph.as_graph_def()
-        # The nodes of the loop's graph are those of the loop, not of the policy.
-        own_nodes = () if function is self._graph_loop else graph.node
-        functions = (each.node_def for each in graph.library.function)
-        nodes = itertools.chain(own_nodes, *functions)
-        if any(node.op in _CONTROL_FLOW for node in nodes):
-            self._executor = "DEFAULT"
-        self._is_executor_checked = True
+        if not (self._is_executor_checked or tf.config.functions_run_eagerly()):
+            graph = function.get_concrete_function(*inputs).graph.as_graph_def()
+            # The nodes of the loop's graph are those of the loop, not of the policy.
+            own_nodes = () if function is self._graph_loop else graph.node
+            functions = (each.node_def for each in graph.library.function)
+            nodes = itertools.chain(own_nodes, *functions)
+            if any(node.op in _CONTROL_FLOW for node in nodes):
+                self._executor = "DEFAULT"
+            self._is_executor_checked = True
+        with tf.experimental.function_executor_type(self._executor):
+            return function(*inputs)
 
     def _tensor_array(self, rows: tf.Tensor) -> tf.TensorArray:
         """Return a tensor array for T tensors with the shape and dtype of `rows`."""
@@ -521,9 +520,7 @@ class Simulation:
     ) -> tuple[Any, ...]:
         """Run the policy in TensorFlow on NumPy arrays; see `Act`."""
         inputs = tf.nest.map_structure(tf.constant, (list(leaves), noise, state))
-        self._check_executor(self._act_in_tensorflow, snapshot, *inputs)
-        with tf.experimental.function_executor_type(self._executor):
-            outputs = self._act_in_tensorflow(snapshot, *inputs)
+        outputs = self._call_compiled(self._act_in_tensorflow, snapshot, *inputs)
         return tf.nest.map_structure(lambda rows: rows.numpy(), outputs)
 
     def _run_policy(

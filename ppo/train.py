@@ -315,28 +315,29 @@ class _Loop:
         is_saved = self._run.counters.iteration == self._saved_iteration
         if is_saved or not self._learners.is_chief:
             return
-        self._check_variables()
+        state = self._run.state
+        self._check_variables(state)
         with _algorithm_data_errors(self._run_folder):
             self._run.algorithm.save_data(self._run_folder.algorithm_data)
         with self._run_folder.writing():
             checkpoint.save(
                 self._run_folder.checkpoints,
                 self._run.counters,
-                self._run.state,
+                state,
                 keep=self._config.checkpoints_to_keep,
                 evaluation_return=evaluation and evaluation.mean_return,
             )
         self._last_saved = time.monotonic()
         self._saved_iteration = self._run.counters.iteration
 
-    def _check_variables(self) -> None:
-        """Check that a checkpoint can be restored into the state of a new process.
+    def _check_variables(self, state: tf.train.Checkpoint) -> None:
+        """Check that a state can be restored into the state of a new process.
 
         Raises:
           ConfigError: Trackables have variables that `learn` has created, such as those
             of the optimizer of a compiled Keras model.
         """
-        variables = checkpoint.variables(self._run.state)
+        variables = checkpoint.variables(state)
         if new := [v.name for v in variables if id(v) not in self._variables]:
             raise ConfigError(
                 f"algorithm {self._config.algorithm}: expected trackables with all of "

@@ -16,9 +16,9 @@ import gymnasium
 import msgspec
 
 from ppo.agent.agent import Agent
-from ppo.config.config import ALIASES, Config
+from ppo.config.config import Config, suggest_setting
 from ppo.config.named_configs import parse_value
-from ppo.errors import ConfigError, suggestion
+from ppo.errors import ConfigError
 from ppo.learners import SINGLE_LEARNER, Learners
 from ppo.rollout import Rollout
 
@@ -171,8 +171,7 @@ class Algorithm(abc.ABC):
                     "outside of algorithm_settings."
                 )
             if name not in known:
-                all_names = [*known, *vars(config)]
-                nearest = suggestion(ALIASES.get(name, name), all_names)
+                nearest = suggest_setting(name, [*known, *vars(config)])
                 raise ConfigError(
                     f"unknown key {name!r}.{nearest} The settings of "
                     f"{config.algorithm} are: {', '.join(known) or 'none'}."

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from msgspec import Meta
@@ -46,7 +46,7 @@ _Names = Annotated[tuple[_Name, ...], Meta(examples=["ale_py"])]
 _Table = Mapping[str, Any]
 
 #: Names of settings in other libraries, with the corresponding names here.
-ALIASES = {
+_ALIASES = {
     "lr": "learning_rate",
     "gamma": "discount",
     "lam": "gae_lambda",
@@ -147,6 +147,11 @@ def _table_of(name: str, table: Any, algorithm: Any) -> Mapping[str, Any]:
     return table
 
 
+def suggest_setting(key: str, known: Iterable[str]) -> str:
+    """Return ` Did you mean X?`, also for the name of another library, or ""."""
+    return suggestion(_ALIASES.get(key, key), known)
+
+
 def _check_keys(
     values: Mapping[str, Any], algorithm: Any, known: Mapping[str, Any]
 ) -> None:
@@ -163,7 +168,7 @@ def _check_keys(
         owners = [name for name, keys in settings.items() if key in keys]
         if key in valid_keys:
             continue
-        if owners and key not in ALIASES:
+        if owners and key not in _ALIASES:
             text = f"{key} is a setting of {owners[0]}; the algorithm is {algorithm}."
         elif key in known:
             text = f"{key} is a setting of all algorithms or of ppo; write it outside "
@@ -171,8 +176,7 @@ def _check_keys(
         elif key in ("num_workers", "workers"):
             text = f"{key} is not a setting; use the option --num-workers."
         else:
-            nearest = suggestion(ALIASES.get(key, key), [*known, *valid_keys])
-            text = f"unknown key {key!r}.{nearest}"
+            text = f"unknown key {key!r}.{suggest_setting(key, [*known, *valid_keys])}"
         errors.append(f"{text} `ppo configs NAME --all` lists all keys.")
     if errors:
         raise ConfigError(" ".join(errors))
