@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -80,7 +81,7 @@ class FuzzingClient:
         self.num_sent = self.num_valid_results = self.num_leases = 0
         self.boot = self.epoch = 0
         self.session = 0x2345_6789_ABCD_0000
-        self._requests = itertools.count(1 << 40)
+        self._random = Random(0)
         self._seqs = [0] * NUM_BLOCKS
         self._has_lease = False
         self._last_step: Message | None = None
@@ -140,6 +141,7 @@ class FuzzingClient:
             if reply.type is MessageType.GRANTED:
                 break
             assert time.monotonic() < deadline, reply
+            time.sleep(0.1)  # until leases of malformed messages have ended
         self.epoch, self._seqs, self._has_lease = reply.epoch, [0] * NUM_BLOCKS, True
         reply = self._ask(MessageType.RESET, self._next(), RESET)
         self.num_valid_results += reply.type is MessageType.RESULT
@@ -155,7 +157,9 @@ class FuzzingClient:
             session=self.session,
             boot=self.boot,
             epoch=self.epoch,
-            request=next(self._requests),
+            # A malformed message never has the same number as a later valid one, so
+            # its reply is not mistaken for the reply to the valid one.
+            request=self._random.getrandbits(64),
             entries=entries,
             body=body,
         )
