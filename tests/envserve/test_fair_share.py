@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import zmq
 
 from envserve.keys.grant import Grant
 from envserve.server.fair_share import FairShare
 from envserve.session.server.quotas import Quotas
 from envserve.settings import HostSettings
+from envserve.wire.sockets import FrameReceiver
 
 COST = 1e-4
 
@@ -199,6 +202,43 @@ def test_malformed_messages_count_by_their_bytes(
     fair_share.charge(100.02, "mallory")
     fair_share.end_turn(has_unread=True)
     assert (fair_share.flooder == "mallory") is is_flood
+
+
+@pytest.mark.parametrize("num_flooders", [1, 5])
+def test_a_message_that_arrives_during_a_pause_is_read_in_the_next_turn(
+    num_flooders: int,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(zmq.Context())
+        router = stack.enter_context(context.socket(zmq.ROUTER))
+        router.bind("inproc://router")
+
+        def send(user: bytes, count: int) -> None:
+            dealer = stack.enter_context(context.socket(zmq.DEALER))
+            dealer.setsockopt(zmq.ROUTING_ID, user)
+            dealer.connect("inproc://router")
+            for _ in range(count):
+                dealer.send(b"message")
+
+        for number in range(num_flooders):
+            send(b"mallory-%d" % number, 100)
+        receiver = FrameReceiver(router, 5, 2)
+        fair_share = make_fair_share(1.0)
+        fair_share.throttled = "mallory"
+        for turn in range(2 * num_flooders):  # each turn begins with another peer
+            for _ in range(1 + turn):
+                assert receiver.receive() is not None
+            assert router.poll(0)  # ZeroMQ reads a message ahead
+            send(b"ann-%d" % turn, 1)
+            fair_share.begin_turn(0.0)
+            is_over, users = False, []
+            while not is_over:
+                frames = receiver.receive()
+                assert frames is not None
+                users.append(bytes(frames[0]).decode().partition("-")[0])
+                fair_share.admits((1, bytes(frames[0]), users[-1]), 100)
+                is_over = fair_share.charge(0.0, users[-1])
+            assert "ann" in users
 
 
 def test_equal_users_of_a_busy_loop_are_not_dropped() -> None:
