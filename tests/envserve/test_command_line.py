@@ -242,7 +242,8 @@ def test_the_command_line_overrides_variables_which_override_the_file(
     file = tmp_path / "server.toml"
     file.write_text(
         'workers = 3\nbind = "ipc:///from-file"\nexpose = ["a", "b"]\n'
-        "insecure-no-auth = true\nmax-row-mib = 7\nstep-timeout = 2\n"
+        "insecure-no-auth = true\nmax-row-mib = 7\nstep-timeout = 2\n",
+        "utf-8-sig",  # with a byte order mark
     )
     monkeypatch.setenv("ENVSERVE_WORKERS", "4")
     monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", "4.5")
