@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -118,6 +119,8 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
     try:
         return msgspec.convert(value, kind, strict=is_strict, dec_hook=construct)
     except msgspec.ValidationError as error:
+        if not is_strict and re.fullmatch(r"-?\.\d+", str(value)):
+            return convert(float(value), kind)  # msgspec accepts "0.5", but not ".5"
         text = str(error)
         for name, description in _TYPE_DESCRIPTIONS.items():
             text = text.replace(name, description)

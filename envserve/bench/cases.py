@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -47,12 +48,13 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
             parent_end, child_end = context.Pipe()
             arguments = (load, rows.tolist(), child_end)
             process = context.Process(target=_step_in_process, args=arguments)
-            process.start()
-            child_end.close()
-            # Callbacks run in reverse order: first, closing the pipe makes the process
-            # exit.
-            stack.callback(process.join)
-            stack.callback(parent_end.close)
+            with _without_sigint():
+                process.start()
+                child_end.close()
+                # Callbacks run in reverse order. Closing the pipe would not end the
+                # process: those of AsyncVectorEnv inherit the pipe, and may still run.
+                stack.callback(process.join)
+                stack.callback(process.kill)
             connections.append(parent_end)
         for connection in connections:
             _receive(connection)  # "ready", once the process has built its envs
@@ -78,8 +80,6 @@ def _receive(connection: Connection) -> Any:
 
 
 def _step_in_process(load: Workload, rows: list[int], connection: Connection) -> None:
-    # On Ctrl-C, the parent ends this process by closing the connection.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import_env_modules(load.import_modules)
     # Omit Gymnasium's wrappers, as envserve's workers do; otherwise, the workers could
     # be faster than the bare loops.
@@ -102,24 +102,38 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
                 reset()
 
     measure = make_measure(step_all, rounds, replace(load, num_envs=len(rows)))
-    connection.send("ready")
     with contextlib.suppress(EOFError, ConnectionError):
+        connection.send("ready")
         while connection.recv():
             connection.send(measure())
 
 
 @contextlib.contextmanager
-def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
-    """Yield a function that measures Gymnasium's SyncVectorEnv or AsyncVectorEnv."""
-    # On Ctrl-C, a terminal sends SIGINT to all processes of the command. If it ended
-    # those of AsyncVectorEnv, `close` would raise an error, which would replace the
-    # KeyboardInterrupt. The processes inherit this mask.
+def _without_sigint() -> Iterator[None]:
+    """Block SIGINT in the context, and in the processes that are started in it.
+
+    On Ctrl-C, a terminal sends SIGINT to all processes of the command, and this process
+    ends the others. A KeyboardInterrupt is raised at the end of the context, so the
+    cleanup of the processes must be registered in it.
+    """
+    # When multiprocessing starts its resource tracker, it unblocks SIGINT.
+    resource_tracker.ensure_running()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        envs = getattr(gymnasium.vector, kind)(load.env_functions())
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    with contextlib.closing(envs):
+
+
+@contextlib.contextmanager
+def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
+    """Yield a function that measures Gymnasium's SyncVectorEnv or AsyncVectorEnv."""
+    with contextlib.ExitStack() as stack:
+        # If SIGINT ended the processes of AsyncVectorEnv, `close` would raise an error,
+        # which would replace the KeyboardInterrupt.
+        with _without_sigint():
+            envs = getattr(gymnasium.vector, kind)(load.env_functions())
+            stack.enter_context(contextlib.closing(envs))
         envs.reset(seed=0)
         yield make_measure(envs.step, load.actions(), load)
 

@@ -31,6 +31,7 @@ from envserve.wire.message import Message, encode
 
 _MAX_STEPS: Final = 1000
 _MAX_LEASE_SECONDS: Final = 5.0
+_MAX_SENT_BYTES: Final = 1 << 28
 _BAD: Final = ErrorCode.BAD_MESSAGE
 _Check = Callable[[ProbeClient], object]
 
@@ -141,8 +142,14 @@ def lengths(c: ProbeClient) -> None:
 @rule("Limits", with_lease=True)
 def long_messages(c: ProbeClient) -> None:
     """Protect other clients from messages with long frames or too many frames."""
+    limit = c.subject.welcome.max_message_bytes
+    if limit > _MAX_SENT_BYTES:
+        raise SkipRule(
+            f"the server's max_message_bytes is {limit:,}; this check requires at most "
+            f"{_MAX_SENT_BYTES:,}"
+        )
     ping = encode(c.message(MessageType.PING))
-    for frames in ([bytes(c.subject.welcome.max_message_bytes + 4096)], ping * 9):
+    for frames in ([bytes(limit + 4096)], ping * 9):
         link = c.subject.open_link()
         link.send(frames)
         link.receive(0.1)

@@ -438,7 +438,7 @@ def _given_options(
 def _read_file(parser: _Parser, path: str, flags: Iterable[str]) -> dict[str, Any]:
     """Return a dict from flags to values, from a TOML file of options."""
     try:
-        values = tomllib.loads(Path(path).read_text("utf-8"))
+        values = tomllib.loads(Path(path).read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         parser.error(f"--config {path}: expected a TOML file; {error}")
     names = [flag.removeprefix("--") for flag in flags if flag != "--config"]

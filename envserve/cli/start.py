@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Container, Mapping
@@ -254,6 +256,10 @@ def _write_addresses(path: Path, addresses: tuple[str, ...]) -> None:
     """Write the addresses atomically, so that readers never get an incomplete file."""
     part = ""
     try:
+        with contextlib.suppress(FileNotFoundError):
+            # Root would replace a device such as /dev/stdout, which is a link.
+            if not stat.S_ISREG(os.lstat(path).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
         # mkstemp follows no link that another user has created in a shared folder.
         fd, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with open(fd, "w") as file:

@@ -63,7 +63,7 @@ def train_seeds(
             f"{', seed-'.join(sorted(names))}; rename them, or resume one of them."
         )
     runs = {seed: RunFolder(path / f"seed-{seed}") for seed in seeds}
-    plan.run_folder.check_links(*(run.path.name for run in runs.values()))
+    plan.run_folder.check_folders(*(run.path.name for run in runs.values()))
     for seed, run in runs.items():
         with run.writing():
             run.path.mkdir(exist_ok=True)

@@ -79,7 +79,7 @@ def film(
         screen.print(f"{path}: {result}")
 
     if outdir is None:  # a link that the user names is followed
-        run_folder.check_links("films")
+        run_folder.check_folders("films")
         outdir = run_folder.path / "films"
     number = counted(episodes, "episode")
     screen.phase(f"filming {number}", is_transient=True)

@@ -19,7 +19,7 @@ from ppo.errors import OutputError, UnsupportedSpaceError
 from ppo.in_graph_batch_env import InGraphBatchEnv
 from ppo.run_folder import checkpoint
 from ppo.run_folder.checkpoint import CheckpointId, Counters
-from ppo.run_folder.folder import RunFolder
+from ppo.run_folder.folder import RunFolder, check_utf8, reason_of
 
 
 def export_run(
@@ -184,10 +184,11 @@ def _input_specs(specs: Any) -> Any:
 
 def _check_unused(folder: Path) -> None:
     try:
+        check_utf8(folder)
         is_used = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    except OSError as error:
+    except (OSError, UnicodeEncodeError) as error:
         raise OutputError(
-            f"{folder}: expected a new or empty folder; {error.strerror}."
+            f"{folder}: expected a new or empty folder; {reason_of(error)}."
         ) from error
     if is_used or not folder.name:
         raise OutputError(

@@ -81,7 +81,7 @@ def visualize_run(
     """
     # Raise errors before an env starts.
     find_ffmpeg()
-    run_folder.check_links("tensorboard")
+    run_folder.check_folders("tensorboard")
     checkpoint.checkpoint_at(run_folder.checkpoints, which)
     seed = evaluation_seed(config.seed) if seed is None else seed
     played: dict[Path, Episode] = {}

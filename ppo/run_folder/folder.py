@@ -96,12 +96,12 @@ class RunFolder:
         """
         run = cls(path)
         try:
-            _check_utf8(path)
+            check_utf8(path)
             path.mkdir(parents=True, exist_ok=True)
             is_free = run._is_unused()
         except (OSError, UnicodeEncodeError) as error:
             raise RunFolderError(
-                f"{path}: cannot create the folder; {_reason(error)}."
+                f"{path}: cannot create the folder; {reason_of(error)}."
             ) from error
         try:
             read_config(run.config_path)
@@ -162,7 +162,7 @@ class RunFolder:
             is_folder, has_config = path.is_dir(), run.config_path.is_file()
         except OSError as error:
             raise RunFolderError(
-                f"{path}: expected a run folder that you can read; {_reason(error)}."
+                f"{path}: expected a run folder that you can read; {reason_of(error)}."
             ) from error
         if not is_folder:
             raise RunFolderError(f"{path}: expected a run folder, found none.")
@@ -240,9 +240,7 @@ class RunFolder:
         if self._is_locked:
             yield
             return
-        with self.writing():
-            _check_utf8(self.path)
-        self.check_links("algorithm", "checkpoints", "tensorboard")
+        self.check_folders("algorithm", "checkpoints", "tensorboard")
         with self.writing():
             descriptor = open_no_link(self.path / "lock", os.O_RDWR | os.O_CREAT)
             file = os.fdopen(descriptor, "r+", errors="replace")
@@ -260,7 +258,7 @@ class RunFolder:
                     "%s: this file system has no locks (%s), so make sure that no "
                     "other process trains this run",
                     self.path,
-                    _reason(error),
+                    reason_of(error),
                 )
             with self.writing():
                 file.truncate(0)
@@ -273,16 +271,17 @@ class RunFolder:
             finally:
                 self._is_locked = False
 
-    def check_links(self, *names: str) -> None:
-        """Check that folders in the run folder are not symbolic links.
+    def check_folders(self, *names: str) -> None:
+        """Check that files can be written to folders in the run folder.
 
-        In a stranger's run, a link may lead to any folder of the user, in which files
-        would be removed or overwritten.
+        The folders must not be symbolic links. In a stranger's run, a link may lead to
+        any folder of the user, in which files would be removed or overwritten.
 
         Raises:
-          RunWriteError: One of the folders is a link.
+          RunWriteError: One of the folders is a link, or the path is not UTF-8.
         """
         with self.writing():
+            check_utf8(self.path)
             for path in (self.path / name for name in names):
                 if path.is_symlink():
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -296,9 +295,9 @@ class RunFolder:
             tf = sys.modules.get("tensorflow")  # None if it is not imported
             if isinstance(error, OSError):
                 is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                reason = _reason(error)
+                reason = reason_of(error)
             elif isinstance(error, UnicodeEncodeError):
-                is_full, reason = False, _reason(error)
+                is_full, reason = False, reason_of(error)
             elif tf is not None and isinstance(error, tf.errors.OpError):
                 is_full = isinstance(error, tf.errors.ResourceExhaustedError)
                 reason = os.strerror(errno.ENOSPC) if is_full else error.message
@@ -334,14 +333,14 @@ def _as_json(values: Config | EnvSource) -> str:
     return json.dumps(values_by_name, indent=2, ensure_ascii=False) + "\n"
 
 
-def _reason(error: OSError | UnicodeEncodeError) -> str:
+def reason_of(error: OSError | UnicodeEncodeError) -> str:
     """Return the message of an error without its number and path."""
     if isinstance(error, UnicodeEncodeError):
         return "its path, a name in it, or the locale (LC_ALL) is not UTF-8"
     return error.strerror or str(error)
 
 
-def _check_utf8(path: Path) -> None:
+def check_utf8(path: Path) -> None:
     """Raise UnicodeEncodeError if TensorFlow, which uses UTF-8, cannot use a path."""
     text = str(path)
     if text.encode() != os.fsencode(text):

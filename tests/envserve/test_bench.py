@@ -26,6 +26,7 @@ from envserve.errors import EnvError, EnvStartError
 from envserve.text import install_command
 from envserve.worker.orphans import child_processes
 from tests.command_line import invoke
+from tests.envserve.conftest import WaitUntil
 
 #: An env with Dict actions, so that each case has to split action batches into rows.
 OWN_ENV = """
@@ -103,6 +104,26 @@ def test_servers_end_when_the_benchmark_ends(number: int) -> None:
         errors = process.stderr.read()
     assert process.returncode == (-9 if number == signal.SIGKILL else 130), errors
     assert "_step_in_process" not in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_ctrl_c_while_the_cases_start_causes_no_traceback(
+    wait_until: WaitUntil,
+) -> None:
+    command = [sys.executable, "-m", "envserve", "bench", "--num-envs", "1"]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+
+        def has_started() -> bool:
+            pids = (pid for pid, *_ in child_processes(process.pid))
+            return any(b"spawn_main" in command_line_of(pid) for pid in pids)
+
+        wait_until(has_started)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, errors = process.communicate(timeout=200)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
 
 
 def command_line_of(pid: int) -> bytes:

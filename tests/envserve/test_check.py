@@ -18,9 +18,16 @@ from envserve.check.rules import RULES
 from envserve.cli.app import PROGRAM
 from envserve.errors import ConnectError
 from envserve.spaces.env_spec import EnvSpec
-from envserve.wire.constants import ErrorCode
+from envserve.wire.constants import ErrorCode, MessageType
+from envserve.wire.handshake import Welcome
+from envserve.wire.message import Message
 from tests.command_line import Result, invoke
-from tests.envserve.broken_servers import DEFECTS, ClipsActions, StopsAfterABadEncoding
+from tests.envserve.broken_servers import (
+    DEFECTS,
+    ClipsActions,
+    StopsAfterABadEncoding,
+    vars_of,
+)
 from tests.envserve.checked_server import Envs, MemoryLink, Server, findings
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -47,6 +54,19 @@ def test_a_correct_server_passes_if_actions_have_no_values(
 
     found = [f for f in findings(PassiveServer()) if f.outcome != "ok"]
     assert [(f.name, f.outcome) for f in found] == [("bad_actions", "skipped")]
+
+
+def test_no_frame_is_sent_that_exceeds_the_memory() -> None:
+    class Unlimited(Server):
+        def change_reply(self, message: Message) -> Message:
+            if message.type is MessageType.WELCOME:
+                fields = vars_of(Welcome.decode(message.body))
+                fields["max_message_bytes"] = 2**63 - 1
+                message.body = Welcome(**fields).encode()
+            return message
+
+    found = [f for f in findings(Unlimited()) if f.outcome != "ok"]
+    assert [(f.name, f.outcome) for f in found] == [("long_messages", "skipped")]
 
 
 @pytest.mark.parametrize("broken", DEFECTS, ids=lambda kind: kind.__name__)

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -293,6 +294,18 @@ def test_files_that_cannot_be_written_are_errors_without_a_traceback(
     assert text in result.stderr
     assert "Traceback" not in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize("create", [os.mkfifo, partial(os.symlink, "/dev/null")])
+def test_a_pipe_or_link_is_not_replaced_by_the_address_file(
+    create: Callable[[Path], None], tmp_path: Path
+) -> None:
+    create(path := tmp_path / "addresses")
+    result = run("start", "--address-file", str(path), "--bind", "tcp://127.0.0.1:0")
+    assert result.returncode == 1
+    assert f"{path} cannot be written: it is not a regular file" in result.stderr
+    assert path.is_fifo() or path.is_symlink()
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_an_address_in_use_is_an_error(server: ServerProcess) -> None:

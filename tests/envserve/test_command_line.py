@@ -242,16 +242,17 @@ def test_the_command_line_overrides_variables_which_override_the_file(
     file = tmp_path / "server.toml"
     file.write_text(
         'workers = 3\nbind = "ipc:///from-file"\nexpose = ["a", "b"]\n'
-        "insecure-no-auth = true\nmax-row-mib = 7\nstep-timeout = 2\n"
+        "insecure-no-auth = true\nmax-row-mib = 7\nstep-timeout = 2\n",
+        "utf-8-sig",  # with a byte order mark
     )
     monkeypatch.setenv("ENVSERVE_WORKERS", "4")
-    monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", "4.5")
+    monkeypatch.setenv("ENVSERVE_STEP_TIMEOUT", ".5")
     monkeypatch.setenv("ENVSERVE_BIND", "ipc:///a ipc:///b")
     words = ("--config", str(file), "--workers", "5")
     assert run("envserve", "start", *words) == (0, "", "")
     (host,) = settings
     assert host.num_workers == 5
-    assert host.step_timeout_seconds == 4.5
+    assert host.step_timeout_seconds == 0.5
     assert host.binds == ("ipc:///a", "ipc:///b")
     assert host.exposed == {"a", "b"}
     assert (host.insecure_no_auth, host.max_row_mib) == (True, 7)

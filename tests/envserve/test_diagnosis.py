@@ -261,6 +261,16 @@ def test_a_server_of_another_key_folder_is_not_taken_for_a_server_that_was_joine
     assert "joined" not in text
 
 
+def test_a_damaged_key_that_is_not_needed_does_not_hide_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ENVSERVE_HOME", str(tmp_path))
+    KeyFolder().ensure_key("server")
+    (tmp_path / "server.key").write_text("damaged\n")
+    error = connection_error(Finding.UNKNOWN_CLIENT, "tcp://sim1:5555", KEYS)
+    assert "does not know this client's key" in str(error)
+
+
 def test_the_reason_is_unknown_if_an_address_is_malformed() -> None:
     assert diagnose_connection("x", KEYS, SECONDS) is Finding.UNKNOWN
 

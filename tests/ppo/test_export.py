@@ -194,6 +194,8 @@ def test_an_existing_folder_with_files_is_not_changed(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "file", tmp_path / ("x" * 300)):
         with pytest.raises(OutputError, match="expected a new or empty folder"):
             export_policy(*policy, folder)
+    with pytest.raises(OutputError, match=r"its path, .* is not UTF-8"):
+        export_policy(*policy, tmp_path / "\udcff")
     with pytest.raises(OutputError, match="expected a writable folder"):
         export_policy(*policy, tmp_path / "file" / "model")
     (tmp_path / "precious").mkdir()

@@ -171,6 +171,8 @@ def test_a_run_in_a_folder_that_is_not_utf_8_is_not_continued(
     message = r"its path, .* or the locale \(LC_ALL\) is not UTF-8; rename the file"
     with pytest.raises(RunWriteError, match=message), run.locked():
         pass
+    with pytest.raises(RunWriteError, match=message):
+        run.check_folders("tensorboard")  # as `ppo visualize` does
 
 
 def test_a_partial_config_of_a_killed_process_is_ignored(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import zmq
 
 from envserve.address import is_local_address
 from envserve.client.link.zmq_guards.resolver import resolve_host
-from envserve.errors import ConnectError
+from envserve.errors import ConnectError, KeyFileError
 from envserve.keys.formats import fingerprint
 from envserve.keys.key_folder import KeyFolder, unknown_server_text
 from envserve.keys.key_pair import CurveKeys
@@ -262,7 +262,9 @@ def connection_error(
 def _other_key_text(address: str, keys: CurveKeys | None) -> str:
     """Return the text for a server that does not have the expected key."""
     folder, expected = KeyFolder(), fingerprint(keys[0]) if keys else ""
-    own = folder.key("server")
+    own = None
+    with contextlib.suppress(KeyFileError):  # a key that is not needed may be damaged
+        own = folder.key("server")
     if keys is not None and own is not None and own.public == keys[0]:
         return (
             f"expected the key of this user's servers ({expected}), because no other "
