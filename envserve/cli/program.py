@@ -459,7 +459,13 @@ def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
 
 
 #: Maps names of options in other programs to the names of the same options here.
-_OTHER_NAMES: Final = {"no-browser": "no-open", "browser": "open"}
+_OTHER_NAMES: Final = {
+    "no-browser": "no-open",
+    "browser": "open",
+    "host": "bind",
+    "port": "bind",
+    "address": "bind",
+}
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

@@ -180,6 +180,14 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
             "envserve start --num-workers 1",
             "there is no option --num-workers; did you mean --workers? See",
         ),
+        (
+            "envserve start --host x",
+            "there is no option --host; did you mean --bind? See",
+        ),
+        (
+            "envserve start --port 1",
+            "there is no option --port; did you mean --bind? See",
+        ),
         ("envserve start --workers", "argument --workers: expected one argument; see"),
         ("envserve start --workers x", "--workers: expected an int; got 'x'; see env"),
         (
