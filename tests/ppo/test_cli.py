@@ -83,6 +83,8 @@ LONG = "x" * 300
         (["CartPol-v1"], "did you mean CartPole-v1?"),
         (["nosuch:Walk-v0"], "No module named 'nosuch'"),
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
+        (["cartpole", "--set", "network=nosuch.py:make"], "nosuch.py: no such file"),
+        (["cartpole", "--set", "callbacks=nosuch.py:f"], "nosuch.py: no such file"),
         (["CartPole-v1", "--set", 'env_kwargs={"colour": 1}'], "colour"),
         (["cartpole", "--connect", "a b"], "--connect: expected an address like sim1"),
         (["cartpole", "--connect", "file:///x/y"], "///x/y': expected a file with"),
@@ -345,9 +347,10 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
         (cartpole.replace(epochs=4), "cartpole", ("epochs=5",)),
     ):
         assert remark(config, name, *changes) == ""
-    assert remark(cartpole.replace(epochs=4, callbacks=("/a.py:f",)), "cartpole") == (
+    code = f"{__file__}:f"
+    assert remark(cartpole.replace(epochs=4, callbacks=(code,)), "cartpole") == (
         "The run keeps its settings, which differ from cartpole: epochs = 4 (not 10), "
-        'callbacks = ["/a.py:f"] (not []). Use --set to change them.'
+        f'callbacks = ["{code}"] (not []). Use --set to change them.'
     )
     file = tmp_path / "my.toml"
     file.write_text(
@@ -358,9 +361,10 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
     with pytest.raises(ConfigError, match="whose algorithm is ppo; omit CONFIG"):
         remark(Config(env_name="Pendulum-v1"), file)
     assert remark(sac, "Pendulum-v1") == ""
-    file.write_text('env_name = "Pendulum-v1"\nalgorithm = "/my.py:Mine"\nspeed = 0.1')
-    mine = Config(env_name="Pendulum-v1", algorithm="/my.py:Mine")
-    assert remark(apply_settings(mine, ["speed=0.1"]), file) == ""
+    file.write_text(f'env_name = "Pendulum-v1"\nalgorithm = "{code}"\nspeed = 0.1')
+    mine = Config(env_name="Pendulum-v1", algorithm=code)
+    for text in ("0.1", "1e-1"):
+        assert remark(apply_settings(mine, [f"speed={text}"]), file) == ""
     assert 'speed = "0.2" (not 0.1)' in remark(
         apply_settings(mine, ["speed=0.2"]), file
     )
