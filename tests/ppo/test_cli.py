@@ -54,7 +54,7 @@ LONG = "x" * 300
         (["cartpol"], "Did you mean cartpole?"),
         ([], "Expected the name of a config"),
         (["cartpole", "--set", "num_envs=zero"], "expected an int; got 'zero'"),
-        (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
+        (["cartpole", "--seed", "-1"], "Error: --seed: expected an int >= 0; got '-1'"),
         (["--run-dir", "a", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
@@ -676,9 +676,9 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
     config = Config(
         env_name="CartPole-v1",
         num_envs=4,
-        horizon=25,
-        total_steps=100,  # the steps of the saved run
-        minibatch_size=100,
+        horizon=5,
+        total_steps=20,  # fewer than the 100 steps of the saved run
+        minibatch_size=20,
         policy_layers=(4,),
         evaluation_episodes=1,
         jit_compile=False,
@@ -694,6 +694,7 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
     def proposed(name: str) -> list[str]:
         code, output, error = ppo("train", "--resume", tmp_path / name, "--trust")
         assert (code, error) == (0, "")
+        assert " --set total_steps=200  # train for more steps" in output
         return re.findall(
             r"^  (\w+(?: [a-z]+)?) .*  # ", output.partition("\nNext:\n")[2], re.M
         )
