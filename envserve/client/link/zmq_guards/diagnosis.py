@@ -262,8 +262,8 @@ def connection_error(
 def _other_key_text(address: str, keys: CurveKeys | None) -> str:
     """Return the text for a server that does not have the expected key."""
     folder, expected = KeyFolder(), fingerprint(keys[0]) if keys else ""
-    own = folder.key("server")
-    if keys is not None and own is not None and own.public == keys[0]:
+    server_key = folder.key("server")
+    if keys is not None and server_key and server_key.public == keys[0]:
         return (
             f"expected the key of this user's servers ({expected}), because no other "
             f"key is recorded for this address; the server has another key. If the key "
