@@ -167,6 +167,9 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
     ("words", "text"),
     [
         ("envserve helth", "there is no command helth; did you mean health?"),
+        ("envserve stop", "there is no command stop; did you mean drain?"),
+        ("envserve serve x", "there is no command serve; did you mean start?"),
+        ("ppo run cartpole", "there is no command run; did you mean train?"),
         ("envserve keys mak", "there is no command keys mak; did you mean keys make?"),
         ("envserve --verson", "there is no command --verson; did you mean --version?"),
         ("envserve describe", "the following arguments are required: ENV; see envser"),
