@@ -180,7 +180,7 @@ def plan_resumed_run(
     config = with_absolute_paths(resumed_config(earlier, changes))
     config = options.with_moved_files(config)
     config.check_algorithm()
-    find_user_code(config, source, is_training=True)
+    find_user_code(config, source)
     remark = ""
     if name is not None and not is_env(name):
         named = options.with_moved_files(with_absolute_paths(named))
@@ -261,7 +261,7 @@ def plan_new_run(
     base = with_algorithm(load_config(name), changes)
     config = with_absolute_paths(apply_settings(base, changes))
     config.check_algorithm()
-    find_user_code(config, source, is_training=True)
+    find_user_code(config, source, is_new=True)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker, first_step
     from ppo.evaluation.rendering import (

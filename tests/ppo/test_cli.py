@@ -347,10 +347,9 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
         (cartpole.replace(epochs=4), "cartpole", ("epochs=5",)),
     ):
         assert remark(config, name, *changes) == ""
-    code = f"{__file__}:f"
-    assert remark(cartpole.replace(epochs=4, callbacks=(code,)), "cartpole") == (
+    assert remark(cartpole.replace(epochs=4, callbacks=("/a.py:f",)), "cartpole") == (
         "The run keeps its settings, which differ from cartpole: epochs = 4 (not 10), "
-        f'callbacks = ["{code}"] (not []). Use --set to change them.'
+        'callbacks = ["/a.py:f"] (not []). Use --set to change them.'
     )
     file = tmp_path / "my.toml"
     file.write_text(
@@ -361,8 +360,8 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
     with pytest.raises(ConfigError, match="whose algorithm is ppo; omit CONFIG"):
         remark(Config(env_name="Pendulum-v1"), file)
     assert remark(sac, "Pendulum-v1") == ""
-    file.write_text(f'env_name = "Pendulum-v1"\nalgorithm = "{code}"\nspeed = 0.1')
-    mine = Config(env_name="Pendulum-v1", algorithm=code)
+    file.write_text('env_name = "Pendulum-v1"\nalgorithm = "/my.py:Mine"\nspeed = 0.1')
+    mine = Config(env_name="Pendulum-v1", algorithm="/my.py:Mine")
     for text in ("0.1", "1e-1"):
         assert remark(apply_settings(mine, [f"speed={text}"]), file) == ""
     assert 'speed = "0.2" (not 0.1)' in remark(
