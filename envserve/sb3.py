@@ -78,8 +78,8 @@ def make_vec_env(
     multiprocessing.get_context(options.pop("start_method", None))
     if isinstance(addresses, int):  # the third argument of SB3's function is the seed
         addresses, seed = None, addresses
-    if "num_envs" in options:
-        raise TypeError("unknown option 'num_envs'; pass n_envs, as in SB3")
+    for name in options.keys() & {"num_envs", "num_env", "n_env"}:
+        raise TypeError(f"unknown option {name!r}; pass n_envs, as in SB3")
     if options.pop("monitor_dir", None) is not None:
         raise TypeError(
             "monitor_dir: expected no value, because one file contains the episodes of "

@@ -10,10 +10,11 @@ from envserve.monitoring.metrics_port import MetricsPort
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-#: Names of the metrics that are not in the rows of a run.
+#: Names of the metrics that are not in the rows of a run, and of the families to which
+#: their counters belong: a counter `x_total` belongs to the family `x`.
 _OTHER_METRICS: Final = (
-    *("ppo_env_steps_total", "ppo_rows_total", "ppo_lane_events_total"),
-    "ppo_batch_seconds",
+    *("ppo_env_steps", "ppo_env_steps_total", "ppo_rows", "ppo_rows_total"),
+    *("ppo_lane_events", "ppo_lane_events_total", "ppo_batch_seconds"),
 )
 
 

@@ -430,9 +430,9 @@ class Simulation:
         if not (self._is_executor_checked or tf.config.functions_run_eagerly()):
             graph = function.get_concrete_function(*inputs).graph.as_graph_def()
             # The nodes of the loop's graph are those of the loop, not of the policy.
-            own_nodes = () if function is self._graph_loop else graph.node
+            policy_nodes = () if function is self._graph_loop else graph.node
             functions = (each.node_def for each in graph.library.function)
-            nodes = itertools.chain(own_nodes, *functions)
+            nodes = itertools.chain(policy_nodes, *functions)
             if any(node.op in _CONTROL_FLOW for node in nodes):
                 self._executor = "DEFAULT"
             self._is_executor_checked = True

@@ -45,7 +45,7 @@ def describe(
             # These imports cannot exit this process: `BatchEnv.local` has imported
             # the modules in a child process, and raises an error if it exits.
             import_env_modules(modules)
-            registered = _registration(name)
+            registered = _registration(batch.spec.env_name)
         modes = metadata_of(batch).get("render_modes", ())
         batch.reset()
         actions = itertools.repeat(batch_space(batch.action_space, 1).sample())

@@ -62,13 +62,13 @@ def make(
             parse_words([name, placeholder])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
-        own = server.ensure_key("client")  # for health probes on the server's host
+        local_key = server.ensure_key("client")  # for health probes on this host
         server.clients.read()
         server.add_pin(at, key.public, "server")  # to reach servers on other hosts
         if "local" in roles:
             local = KeyFolder(dir_ / "local")
-            if local.key("client") != own:
-                local.write_key("client", own)
+            if local.key("client") != local_key:
+                local.write_key("client", local_key)
             local.add_pin(at, key.public, "local")
         for name in names:
             client = KeyFolder(dir_ / name)

@@ -458,8 +458,18 @@ def _hint_for_setting(flag: str, value: str, options: Iterable[Option]) -> str:
     return ""
 
 
-#: Maps names of options in other programs to the names of the same options here.
-_OTHER_NAMES: Final = {"no-browser": "no-open", "browser": "open"}
+#: Maps names of options and commands in other programs to their names here.
+_OTHER_NAMES: Final = {
+    "no-browser": "no-open",
+    "browser": "open",
+    "host": "bind",
+    "port": "bind",
+    "address": "bind",
+    "serve": "start",
+    "stop": "drain",
+    "list": "envs",
+    "run": "train",
+}
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

@@ -145,7 +145,13 @@ class BatchEnv:
 
         Raises:
           SpaceError: The spaces of two lanes differ.
+          TypeError: The name or class of an env is passed instead of lanes.
         """
+        if isinstance(lanes, str) or callable(lanes):
+            raise TypeError(
+                f"expected started lanes; got {lanes!r:.200}; use BatchEnv.local(...) "
+                f"to run envs on this host, or BatchEnv.connect(...) to use servers"
+            )
         self.lanes = tuple(lanes)
         self.spec = _common_spec(self.lanes, observation_mode)
         # Copies, because scripts may change spaces: CleanRL's SAC sets a dtype.

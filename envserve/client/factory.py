@@ -95,7 +95,11 @@ def local_settings(
     is_importable = user_envs.is_file(reference) or user_envs.is_importable(name)
     settings["is_replayable"] = is_complete and is_importable and not is_in_script
     settings["pickled_code"] = code.dumps()
-    return PoolSettings(env_name=name, num_envs=num_envs, **settings)
+    try:
+        return PoolSettings(env_name=name, num_envs=num_envs, **settings)
+    except ValueError as error:  # names the field, such as step_timeout_seconds
+        field, colon, text = str(error).partition(":")
+        raise type(error)(field.removesuffix(_SECONDS) + colon + text) from None
 
 
 def _check_env_fns(

@@ -197,6 +197,11 @@ def make(
             f"the server's address as `address`, or call `make_vec`"
         )
     address = settings.pop("address")
+    if not isinstance(address, str | None):
+        raise TypeError(
+            f"address: expected one address, like 'sim1'; got {address!r:.200}; to use "
+            f"several servers, call `make_vec`"
+        )
     addresses = None if address is None else [address]
     expected = "no value, because the caller resets the env"
     fixed = {"autoreset": "disabled"}

@@ -66,6 +66,8 @@ class StepResult(NamedTuple):
 
     def __repr__(self) -> str:
         """Return the number of rows of each kind, and the shape of the observation."""
+        if not isinstance(self.valid, np.ndarray):  # tensors, which may be symbolic
+            return f"StepResult{tuple(self)!r}"
         return (
             f"<StepResult: {len(self.reward)} rows, {int(self.valid.sum())} valid, "
             f"{int(self.terminated.sum())} terminated, {int(self.truncated.sum())} "

@@ -254,8 +254,14 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
         """Render all envs according to their `render_mode`."""
         return self.call("render")
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """Close the envs; see `BatchEnv.close` for the time limits."""
+    def close_extras(
+        self, timeout: float | None = None, terminate: bool = False
+    ) -> None:
+        """Close the envs; `close` passes its arguments on.
+
+        `timeout` and `terminate` have no effect, because closing always ends in time;
+        see `BatchEnv.close` for the limits.
+        """
         if pending := self._batch.pending:
             gymnasium.logger.warn(
                 f"Calling `close` while waiting for a pending call to "

@@ -179,14 +179,14 @@ class UserCode:
         if not (self.specs or self.env_fns or self.wrappers or any(self.kwargs)):
             return b""
         specs = {k: v for k, v in self.specs.items() if k not in self.separate}
-        own = replace(self, specs=specs, separate={}, main=_main_of(specs))
+        common = replace(self, specs=specs, separate={}, main=_main_of(specs))
         # Pickle all code at once, so that an object that several closures share is
         # included only once.
         try:
-            pickled = _pickle(own)
+            pickled = _pickle(common)
         except Exception:
             functions = {f"env[{n}]": each for n, each in enumerate(self.env_fns)}
-            parts = own.specs, own.main, self.wrappers, *self.kwargs, functions
+            parts = common.specs, common.main, self.wrappers, *self.kwargs, functions
             for name, part in chain.from_iterable(each.items() for each in parts):
                 _check_part(name, part)
             raise
@@ -222,12 +222,12 @@ class UserCode:
         # would start further workers, endlessly.
         user_envs.modules_being_imported.append("the module of a function or class")
         try:
-            own, together, separate = pickle.loads(pickled)
+            common, together, separate = pickle.loads(pickled)
             code: Self | None = None
             with contextlib.suppress(Exception):  # the parts below have the same error
                 code = pickle.loads(together) if together else None
             if code is None:
-                code = pickle.loads(own)
+                code = pickle.loads(common)
                 for name, pair in separate.items():
                     code._load_separate(name, pair)
         except Exception as error:

@@ -388,15 +388,15 @@ def user_modules(env_name: str) -> tuple[dict[str, Globals], dict[str, Globals]]
     names = {Path(item.removesuffix(".py")).name for item in _names_by_module}
     names.add(user_envs.module_of(env_name))
     packages = {item.partition(".")[0] for item in names} - _LIBRARIES
-    own, others = dict[str, Globals](), dict[str, Globals]()
+    env_modules, others = dict[str, Globals](), dict[str, Globals]()
     for name, module in sys.modules.copy().items():
         package, file = name.partition(".")[0], user_envs.file_of(module)
         is_installed = not file or "-packages/" in file or package in _LIBRARIES
         if package in packages:
-            own[name] = user_envs.globals_of(module)
+            env_modules[name] = user_envs.globals_of(module)
         elif not is_installed:
             others[name] = user_envs.globals_of(module)
-    return own, others
+    return env_modules, others
 
 
 def preload(name: str) -> None:

@@ -167,8 +167,8 @@ class KeyFolder:
         try:
             if pin is None and is_local_address(address):
                 pin = self.ensure_key("server").public
-            elif pin is None and (own := self.key("server")) is not None:
-                pin = own.public if is_own_address(address) else None
+            elif pin is None and (server_key := self.key("server")) is not None:
+                pin = server_key.public if is_own_address(address) else None
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:

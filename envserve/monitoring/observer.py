@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from envserve.address import complete_address
 from envserve.client.link.connection import Connection
 from envserve.client.link.sessionless_requests import request
 from envserve.wire.constants import MAX_RECORD_BYTES, MessageType
@@ -21,9 +22,12 @@ class Observer:
     """A connection for requests that need no lease. Not thread-safe."""
 
     def __init__(self, address: str, *, insecure: bool = False) -> None:
-        """Start connecting; see `Connection` for the arguments and errors."""
-        self.address = address
-        self._connection = Connection(address, insecure=insecure)
+        """Start connecting; see `Connection` for the arguments and errors.
+
+        The address may have a short form, like "sim1".
+        """
+        self.address = address if "://" in address else complete_address(address)
+        self._connection = Connection(self.address, insecure=insecure)
         self._num_requests = 0
 
     def status(self, timeout_seconds: float = 2.0) -> ServerStatus:

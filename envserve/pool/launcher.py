@@ -437,6 +437,8 @@ class Launcher:
             self._has_imported = message["imported"]
             self.import_note = message["note"]
             self._names, self._names_error = (*message["names"],), message["error"]
+            for failure in message["failures"] if self._lists_names else ():
+                _LOGGER.warning("workers cannot create %s", failure)
         elif "kill" in message:
             self._kills.discard(message["kill"])
         elif "exit" in message and message["pid"] in self._running:

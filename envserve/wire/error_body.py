@@ -22,7 +22,7 @@ from envserve.errors import (
     UnknownEnv,
     WrapperError,
 )
-from envserve.text import Name, one_line, printable
+from envserve.text import Name, exception_line, one_line, printable
 from envserve.wire.constants import (
     MAX_TEXT_BYTES,
     MAX_TRACEBACK_BYTES,
@@ -60,6 +60,12 @@ class ErrorBody(Body, frozen=True, kw_only=True):
         """Escape unprintable characters, because a peer may have written the texts."""
         for name, fit in _SANITIZERS.items():
             force_setattr(self, name, fit(getattr(self, name)))
+
+    @property
+    def summary(self) -> str:
+        """The first line of the error, and the exception of its traceback, if any."""
+        text, exception = self.text.partition("\n")[0], exception_line(self.traceback)
+        return text if exception in text else f"{text}: {exception}"
 
     def encode(self) -> bytes:
         """Return the body, with texts cut to their limits."""

@@ -57,6 +57,7 @@ from envserve.envs.user_envs import split_reference
 from envserve.errors import EnvserveError
 from envserve.python_process import python_command
 from envserve.spaces import codec
+from envserve.text import message_of, one_line
 from envserve.worker import unpatched
 from envserve.worker.channel import MessageDecoder, MessageKind, pack_message
 from envserve.worker.orphans import child_processes
@@ -343,14 +344,15 @@ class _Template:
         # Maps thread ids to the module files whose import started the threads, or to ""
         # for threads that the template had before.
         file_of_thread = dict.fromkeys(thread_ids(), "")
-        num_preloaded = 0
+        failures = []
         for index, name in enumerate((*modules, *env_names)):
             self._report({"importing": name})
             if index >= len(modules):
                 # A worker will raise the same error, and report it with a traceback.
-                with contextlib.suppress(BaseException):
+                try:
                     registry.preload(name)
-                    num_preloaded += 1
+                except BaseException as failure:
+                    failures.append(one_line(f"{name}: {message_of(failure)}", 400))
             elif not self._import_error:
                 self._import_error = import_error(name)
             file = Path(split_reference(name)[0]).name
@@ -376,13 +378,14 @@ class _Template:
                 f"(--no-preload); see 'What forking means for envs' in the docs"
             )
         # A server that can create none of its envs must not become ready.
-        has_envs = num_preloaded > 0 or not env_names
+        has_envs = len(failures) < len(env_names) or not env_names
         self._report(
             {
                 "imported": has_envs and not self._import_error,
                 "note": note,
                 "names": names,
                 "error": utf8_tail(error),
+                "failures": failures,
             }
         )
 

@@ -43,6 +43,10 @@ def train_on_ray(given: GivenOptions) -> int:
       LearnerLostError: Learners failed three times without a new checkpoint.
     """
     values = given.values
+    if "on" not in values:
+        raise ConfigError(
+            "--learners, --resources: require --on ray; add --on ray, or omit them."
+        )
     newest, num_failed = None, 0
     is_restartable, run_dir = "restartable" in values, values.get("run_dir")
     needed = {"on", "learners", "config"}

@@ -450,18 +450,19 @@ def _code(config: Config) -> list[str]:
     return [*(getattr(config, key) for key in CODE_SETTINGS), *config.callbacks]
 
 
-def find_user_code(config: Config, source: EnvSource) -> None:
+def find_user_code(config: Config, source: EnvSource, *, is_new: bool = False) -> None:
     """Add the working directory to the import path if the run names modules in it.
 
     Raises:
-      EnvStartError: A file of an env or a module does not exist. Or other users can
-        write to the working directory, and a module is not found elsewhere.
+      EnvStartError: A file of an env, of a module or, if the run is new, of other code
+        does not exist. Or other users can write to the working directory, and a module
+        is not found elsewhere.
     """
     code = _code(config)
     # With env servers, this process imports neither the envs nor their modules.
     envs = [] if source.addresses else [config.env_name]
     modules = [] if source.addresses else config.import_modules + source.import_modules
-    check_files_exist([*modules, *envs])
+    check_files_exist([*modules, *envs, *(code if is_new else [])])
     words = [*modules, *filter(is_user_env, code + envs)]
     add_working_directory(words, always=any(".py:" in name for name in code))
 

@@ -214,8 +214,14 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
 
 
 def _as_text(value: Any) -> str:
-    """Return a value as JSON; `--set` stores settings of user algorithms as text."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return a value as JSON; equal numbers have equal texts.
+
+    `--set` stores settings of user algorithms as text.
+    """
+    text = value if isinstance(value, str) else json.dumps(value)
+    with contextlib.suppress(ValueError):
+        return str(float(text))
+    return text
 
 
 def save_env_source(plan: RunPlan) -> None:
@@ -255,7 +261,7 @@ def plan_new_run(
     base = with_algorithm(load_config(name), changes)
     config = with_absolute_paths(apply_settings(base, changes))
     config.check_algorithm()
-    find_user_code(config, source)
+    find_user_code(config, source, is_new=True)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker, first_step
     from ppo.evaluation.rendering import (

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from msgspec import Meta
+
 from envserve.cli.logs import nonblocking_output, set_up_logs
 from envserve.cli.options import Count, Host, LogFormat, Port, Resources, Seconds
 from envserve.cli.program import GivenOptions, Option
@@ -74,7 +76,7 @@ def train(
     set_: Annotated[
         list[str] | None, Option(metavar="KEY=VALUE", values=setting_keys)
     ] = None,
-    seed: int | None = None,
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None,
     seeds: Count | None = None,
     at_once: Count | None = None,
     run_dir: Path | None = None,
@@ -438,8 +440,11 @@ class Monitors(contextlib.ExitStack):
 def _finish(screen: Screen, plan: RunPlan, is_filmed: bool, *, can_film: bool) -> None:
     """Record an episode if requested, and print commands that the user may run next."""
     from ppo.evaluation.rendering import prepare_filming
+    from ppo.run_folder.checkpoint import read_counters
 
-    path, more_steps = plan.run_folder.quoted_path, 2 * plan.config.total_steps
+    path, steps = plan.run_folder.quoted_path, plan.config.total_steps
+    # A run that was resumed with fewer steps has already taken more.
+    more_steps = 2 * max(steps, read_counters(plan.run_folder.checkpoints).steps)
     try:
         prepare_filming(plan.config, plan.env_source.addresses)
         if is_filmed:

@@ -60,6 +60,12 @@ def addresses(shared: list[str], wait_until: WaitUntil) -> list[str]:
     return shared
 
 
+def test_a_name_instead_of_lanes_is_an_error_that_names_local_and_connect() -> None:
+    name: Any = "CartPole-v1"
+    with pytest.raises(TypeError, match=r"BatchEnv\.local.* or BatchEnv\.connect"):
+        BatchEnv(name)
+
+
 def test_local_and_remote_lanes_make_one_batch(addresses: list[str]) -> None:
     def config(first: int, num_envs: int) -> PoolSettings:
         return make_config("CartPole-v1", num_envs, seed=4, first_env_index=first)

@@ -167,6 +167,9 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
     ("words", "text"),
     [
         ("envserve helth", "there is no command helth; did you mean health?"),
+        ("envserve stop", "there is no command stop; did you mean drain?"),
+        ("envserve serve x", "there is no command serve; did you mean start?"),
+        ("ppo run cartpole", "there is no command run; did you mean train?"),
         ("envserve keys mak", "there is no command keys mak; did you mean keys make?"),
         ("envserve --verson", "there is no command --verson; did you mean --version?"),
         ("envserve describe", "the following arguments are required: ENV; see envser"),
@@ -179,6 +182,14 @@ def test_a_program_without_a_command_shows_its_help(program: str, run: Run) -> N
         (
             "envserve start --num-workers 1",
             "there is no option --num-workers; did you mean --workers? See",
+        ),
+        (
+            "envserve start --host x",
+            "there is no option --host; did you mean --bind? See",
+        ),
+        (
+            "envserve start --port 1",
+            "there is no option --port; did you mean --bind? See",
         ),
         ("envserve start --workers", "argument --workers: expected one argument; see"),
         ("envserve start --workers x", "--workers: expected an int; got 'x'; see env"),

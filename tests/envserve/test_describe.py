@@ -70,6 +70,11 @@ def described(*words: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in lines}
 
 
+def test_a_name_without_a_version_means_the_latest_version() -> None:
+    with pytest.warns(UserWarning, match="which is CartPole-v1"):
+        assert described("CartPole")["time limit"] == "500"
+
+
 def test_describe_prints_the_same_for_a_local_and_a_remote_env(
     serve: Serve, file: str
 ) -> None:

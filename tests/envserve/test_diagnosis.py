@@ -196,9 +196,8 @@ CASES: dict[str, tuple[tuple[Any, ...], CurveKeys | None, Finding, str]] = {
         (Router, SERVER),
         None,
         Finding.NEEDS_KEYS,
-        "no key of this server is known here, so its identity "
-        "cannot be checked; run "
-        '"envserve invite NAME --at THIS" on 127.0.0.1 and "envserve join" here',
+        "the server requires keys, but this client connects without them; omit "
+        "--insecure (insecure=True)",
     ),
     "refuses": (
         (Router, SERVER, b"400"),

@@ -228,6 +228,11 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
     assert all(map(np.array_equal, watched, play(None)))
 
 
+def test_an_observer_accepts_short_addresses() -> None:
+    with Observer("127.0.0.1:1", insecure=True) as observer:
+        assert observer.address == "tcp://127.0.0.1:1"
+
+
 def frame_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
     """Step until row 0 has a new frame; return the frame and the steps' statuses."""
     statuses: list[Status] = []

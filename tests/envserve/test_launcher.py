@@ -86,10 +86,15 @@ def make_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[M
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.ExitStack() as stack:
 
-        def make(preload: Sequence[str] | None = (), **modules: str) -> Launcher:
+        def make(
+            preload: Sequence[str] | None = (),
+            *,
+            lists_names: bool = False,
+            **modules: str,
+        ) -> Launcher:
             for name, text in modules.items():
                 (tmp_path / f"{name}.py").write_text(text)
-            launcher = Launcher(modules, preload)
+            launcher = Launcher(modules, preload, lists_names=lists_names)
             return stack.enter_context(contextlib.closing(launcher))
 
         yield make
@@ -656,6 +661,25 @@ def test_threads_of_an_import_are_recorded(make_launcher: Make, start: Start) ->
         "importing many, pool started 3 threads, which forked workers do not have; "
     )
     assert "preload=False (--no-preload)" in launcher.import_note
+
+
+def test_a_server_logs_which_envs_its_workers_cannot_create(
+    make_launcher: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["Missing-v0", "CartPole-v1"]
+    launcher = make_launcher(
+        names,
+        lists_names=True,
+        registers="import gymnasium\n"
+        "gymnasium.register('Missing-v0', 'no_such_package:Env')",
+    )
+    while (offered := launcher.wait_names(40.0)) is None:
+        pass
+    assert offered == tuple(sorted(names))
+    assert launcher.has_imported
+    (message,) = caplog.messages
+    assert message.startswith("workers cannot create Missing-v0: expected a module")
+    assert "ModuleNotFoundError: No module named 'no_such_package'" in message
 
 
 def test_threads_are_found_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:

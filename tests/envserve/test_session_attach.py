@@ -238,21 +238,27 @@ def test_envs_and_arguments_that_are_not_offered_or_allowed_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("failure", "traceback"),
+    ("failure", "traceback", "reason"),
     [
         (
-            EnvStartError("no luck", remote_traceback="Traceback: boom"),
-            "Traceback: boom",
+            EnvStartError("no luck", remote_traceback="Traceback:\nValueError: boom"),
+            "Traceback:\nValueError: boom",
+            "no luck: ValueError: boom",
         ),
-        (WorkerError("cannot allocate shared memory for the rows"), ""),
+        (WorkerError("cannot allocate memory"), "", "cannot allocate memory"),
     ],
 )
 def test_a_failed_build_is_reported_with_the_remote_traceback(
-    failure: EnvserveError, traceback: str
+    failure: EnvserveError,
+    traceback: str,
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = FakeServer(builds_at_once=False)
     client = try_to_attach(server)
-    server.carry_out(server.protocol.pool_failed(("", 11), failure), 0.0)
+    with caplog.at_level("INFO"):
+        server.carry_out(server.protocol.pool_failed(("", 11), failure), 0.0)
+    assert caplog.text.endswith(f"ended ({reason})\n")
     assert server.take_replies()  # but the reply is lost
     client.advance(1.0)
     exchange(client, server, 1.0)

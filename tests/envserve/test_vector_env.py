@@ -520,7 +520,9 @@ def test_using_closed_envs_raises_an_error(make_envs: MakeEnvs) -> None:
     envs = make_envs("CartPole-v1")
     envs.reset()
     assert not envs.closed
-    envs.close()
+    with pytest.raises(TypeError, match="timout"):
+        envs.close(timout=1)
+    envs.close(timeout=1, terminate=True)
     envs.close()
     assert envs.closed
     for use in (envs.reset, partial(envs.step, [0] * 4), partial(envs.call, "render")):

@@ -223,9 +223,11 @@ def test_the_error_about_monitor_dir_names_monitor_file() -> None:
     make_vec_env("CartPole-v1", 2, monitor_dir=None).close()
 
 
-def test_the_error_about_num_envs_names_n_envs() -> None:
-    with pytest.raises(TypeError, match="unknown option 'num_envs'; pass n_envs"):
-        make_vec_env("CartPole-v1", num_envs=2)
+@pytest.mark.parametrize("name", ["num_envs", "n_env"])
+def test_the_error_about_num_envs_names_n_envs(name: str) -> None:
+    options: dict[str, Any] = {name: 2}
+    with pytest.raises(TypeError, match=f"unknown option '{name}'; pass n_envs"):
+        make_vec_env("CartPole-v1", **options)
 
 
 def test_negative_indices_count_from_the_end(masked: Any) -> None:

@@ -54,7 +54,7 @@ LONG = "x" * 300
         (["cartpol"], "Did you mean cartpole?"),
         ([], "Expected the name of a config"),
         (["cartpole", "--set", "num_envs=zero"], "expected an int; got 'zero'"),
-        (["cartpole", "--seed", "-1"], "seed: expected an int >= 0; got -1"),
+        (["cartpole", "--seed", "-1"], "Error: --seed: expected an int >= 0; got '-1'"),
         (["--run-dir", "a", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["--seed", "3", "--resume", "b"], "omit --run-dir, --seed and --seeds"),
         (["cartpole", "--restartable"], "--restartable requires --run-dir"),
@@ -83,6 +83,8 @@ LONG = "x" * 300
         (["CartPol-v1"], "did you mean CartPole-v1?"),
         (["nosuch:Walk-v0"], "No module named 'nosuch'"),
         (["nosuch.py:Walk"], "nosuch.py: no such file"),
+        (["cartpole", "--set", "network=nosuch.py:make"], "nosuch.py: no such file"),
+        (["cartpole", "--set", "callbacks=nosuch.py:f"], "nosuch.py: no such file"),
         (["CartPole-v1", "--set", 'env_kwargs={"colour": 1}'], "colour"),
         (["cartpole", "--connect", "a b"], "--connect: expected an address like sim1"),
         (["cartpole", "--connect", "file:///x/y"], "///x/y': expected a file with"),
@@ -360,7 +362,8 @@ def test_a_resumed_run_reports_settings_that_differ_from_the_given_config(
     assert remark(sac, "Pendulum-v1") == ""
     file.write_text('env_name = "Pendulum-v1"\nalgorithm = "/my.py:Mine"\nspeed = 0.1')
     mine = Config(env_name="Pendulum-v1", algorithm="/my.py:Mine")
-    assert remark(apply_settings(mine, ["speed=0.1"]), file) == ""
+    for text in ("0.1", "1e-1"):
+        assert remark(apply_settings(mine, [f"speed={text}"]), file) == ""
     assert 'speed = "0.2" (not 0.1)' in remark(
         apply_settings(mine, ["speed=0.2"]), file
     )
@@ -672,9 +675,9 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
     config = Config(
         env_name="CartPole-v1",
         num_envs=4,
-        horizon=25,
-        total_steps=100,  # the steps of the saved run
-        minibatch_size=100,
+        horizon=5,
+        total_steps=20,  # fewer than the 100 steps of the saved run
+        minibatch_size=20,
         policy_layers=(4,),
         evaluation_episodes=1,
         jit_compile=False,
@@ -690,6 +693,7 @@ def test_a_finished_run_proposes_only_commands_that_can_run(
     def proposed(name: str) -> list[str]:
         code, output, error = ppo("train", "--resume", tmp_path / name, "--trust")
         assert (code, error) == (0, "")
+        assert " --set total_steps=200  # train for more steps" in output
         return re.findall(
             r"^  (\w+(?: [a-z]+)?) .*  # ", output.partition("\nNext:\n")[2], re.M
         )

@@ -45,6 +45,21 @@ def test_policy_actions_span_the_bounds_and_are_clipped(
     assert env_action.tolist() == expected
 
 
+def test_a_result_of_tensors_can_be_printed() -> None:
+    env = batch_of(2)
+    env.reset()
+    texts = []
+
+    @tf.function
+    def step() -> None:
+        texts.append(repr(env.step(tf.zeros(env.action_spec.shape))))
+
+    step()
+    texts.append(repr(env.step(tf.zeros(env.action_spec.shape))))
+    for text in texts:
+        assert text.startswith("StepResult(<tf.Tensor")
+
+
 def test_rounding_does_not_exceed_the_bounds(
     random_generator: np.random.Generator,
 ) -> None:

@@ -271,8 +271,8 @@ ON_RAY = ["cartpole", "--on", "ray", "--learners", "2"]
     [
         (ON_RAY[:3], "--on ray: expected CONFIG, --learners N"),
         (ON_RAY[1:], "--on ray: expected CONFIG, --learners N"),
-        ([*ON_RAY[:1], *ON_RAY[3:]], "--on ray: expected CONFIG, --learners N"),
-        ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--on ray: expected CONFIG"),
+        ([*ON_RAY[:1], *ON_RAY[3:]], "--learners, --resources: require --on ray; "),
+        ([*ON_RAY[:1], "--resources", '{"GPU": 1}'], "--resources: require --on ray"),
         ([*ON_RAY, "--restartable"], "with --restartable, --run-dir DIR"),
         ([*ON_RAY, "--seeds", "3"], "combined with --seeds, --resume, --distribute"),
         ([*ON_RAY, "--page"], "combined with --seeds, --resume, --distribute"),

@@ -73,6 +73,15 @@ def test_names_are_unique_and_valid() -> None:
     assert sorted(found.values()) == [*range(len(row))]
 
 
+def test_no_metric_has_the_name_of_the_family_of_a_counter() -> None:
+    """OpenMetrics, unlike the text format, names a counter `x_total` only `x`."""
+    row = dict.fromkeys(("env_steps", "rows", "lane_events"), 1.0)
+    with TrainerMetrics(0) as metrics:
+        metrics.update(20, row, STATS)
+        names = [family.name for family in metrics.collect()]
+    assert len({*names}) == len(names)
+
+
 def test_metrics_of_an_evaluation_are_served_until_the_next_one() -> None:
     printed: list[str] = []
     screen: Any = SimpleNamespace(print=printed.append, show=lambda _: None)

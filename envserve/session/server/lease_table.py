@@ -446,7 +446,7 @@ class LeaseTable(dict[SessionId, LeaseRecord]):
         record = self.pop(session)
         record.machine.change_to(LeaseState.ENDED)
         self.ended_sessions.add(session, record.reason)
-        reason = record.reason.text.partition("\n")[0] if record.reason else "detached"
+        reason = record.reason.summary if record.reason else "detached"
         fields = {"fields": {**record.log_fields, "why": reason}}
         text = "%s, ended%s (%s)"
         _LOGGER.info(text, record, record.summary, reason, extra=fields)

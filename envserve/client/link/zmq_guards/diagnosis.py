@@ -23,7 +23,7 @@ from envserve.address import is_local_address
 from envserve.client.link.zmq_guards.resolver import resolve_host
 from envserve.errors import ConnectError, KeyFileError
 from envserve.keys.formats import fingerprint
-from envserve.keys.key_folder import KeyFolder, unknown_server_text
+from envserve.keys.key_folder import KeyFolder
 from envserve.keys.key_pair import CurveKeys
 from envserve.keys.private_files import display_path
 from envserve.wire.sockets import UNKNOWN_KEY, use_keys
@@ -63,7 +63,7 @@ class Finding(enum.Enum):
     USES_NO_KEYS = enum.auto()
     """The server uses no keys, but this client does."""
     NEEDS_KEYS = enum.auto()
-    """The server uses keys, but this client has none."""
+    """The server uses keys, but this client does not."""
     UNKNOWN_CLIENT = enum.auto()
     """The server rejected the client's key."""
     OTHER_SERVER = enum.auto()
@@ -231,8 +231,6 @@ def connection_error(
     finding: Finding, address: str, keys: CurveKeys | None
 ) -> ConnectError | None:
     """Return the error for a finding; None if a connection may still succeed."""
-    if finding is Finding.NEEDS_KEYS:
-        return ConnectError(unknown_server_text(address))
     if finding is Finding.REFUSED:
         return ConnectError(f"{address}: {_refused_text(address)}")
     client = fingerprint(keys[1].public) if keys else ""
@@ -247,6 +245,8 @@ def connection_error(
         f"hangs, or does not speak ZeroMQ; {nothing_sent}{ask}",
         Finding.NOT_A_SERVER: "a ZeroMQ socket of another program listens there; "
         f"{ask}",
+        Finding.NEEDS_KEYS: "the server requires keys, but this client connects "
+        "without them; omit --insecure (insecure=True)",
         Finding.USES_NO_KEYS: "the server uses no keys, but this client requires them; "
         "start it without --insecure-no-auth, or pass insecure=True in a network that "
         "you trust",
@@ -262,10 +262,10 @@ def connection_error(
 def _other_key_text(address: str, keys: CurveKeys | None) -> str:
     """Return the text for a server that does not have the expected key."""
     folder, expected = KeyFolder(), fingerprint(keys[0]) if keys else ""
-    own = None
+    server_key = None
     with contextlib.suppress(KeyFileError):  # a key that is not needed may be damaged
-        own = folder.key("server")
-    if keys is not None and own is not None and own.public == keys[0]:
+        server_key = folder.key("server")
+    if keys is not None and server_key and server_key.public == keys[0]:
         return (
             f"expected the key of this user's servers ({expected}), because no other "
             f"key is recorded for this address; the server has another key. If the key "
