@@ -210,6 +210,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     texts = ["label=7", "optional=8", "kind=7", "mixed=a,1"]
     read = Listing.read_settings(apply_settings(config, texts))
     assert read == Lists(label="7", optional=(8,), kind="7", mixed=("a", 1))
+    changed = apply_settings(config, [*texts, *(f"{k}=null" for k in ("label", "tag"))])
+    read = Listing.read_settings(apply_settings(changed, ["optional=null"]))
+    assert read == Lists(tag="null", kind="7", mixed=("a", 1))
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)
