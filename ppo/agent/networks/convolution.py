@@ -80,14 +80,16 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
                 padding="valid" if is_large else "same",
                 activation="relu",
                 kernel_initializer=initializer,
+                dtype="float32",
             )
         )
     features = keras.layers.Dense(
         _LARGE_FEATURES if is_large else _SMALL_FEATURES,
         activation="relu",
         kernel_initializer=initializers[-1],
+        dtype="float32",
     )
-    return keras.Sequential([*layers, keras.layers.Flatten(), features])
+    return keras.Sequential([*layers, keras.layers.Flatten(dtype="float32"), features])
 
 
 class ImageTorso(NetworkPart):
