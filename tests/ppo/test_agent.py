@@ -146,7 +146,7 @@ def test_initial_weights_depend_on_the_seed_of_the_config(recurrent_size: int) -
 
 
 @pytest.mark.parametrize("kind", ["mlp", "recurrent", "cnn"])
-def test_networks_are_float32_whatever_dtype_the_users_code_selects(kind: str) -> None:
+def test_networks_do_not_depend_on_global_settings_of_keras(kind: str) -> None:
     space = SPACES.Box(0, 255, (8, 8, 1), np.uint8)
     config = CONFIG.replace(
         horizon=64,
@@ -163,11 +163,13 @@ def test_networks_are_float32_whatever_dtype_the_users_code_selects(kind: str) -
         return list(map(np.asarray, tf.nest.flatten((act, values))))
 
     expected, before = outputs(), keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_bfloat16")  # a global setting of Keras
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_image_data_format("channels_first")
     try:
         found = outputs()
     finally:
         keras.config.set_dtype_policy(before)
+        keras.config.set_image_data_format("channels_last")
     for one, other in zip(expected, found, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)

@@ -80,6 +80,7 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
                 padding="valid" if is_large else "same",
                 activation="relu",
                 kernel_initializer=initializer,
+                data_format="channels_last",
                 dtype="float32",
             )
         )
@@ -89,7 +90,8 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
         kernel_initializer=initializers[-1],
         dtype="float32",
     )
-    return keras.Sequential([*layers, keras.layers.Flatten(dtype="float32"), features])
+    flatten = keras.layers.Flatten(data_format="channels_last", dtype="float32")
+    return keras.Sequential([*layers, flatten, features])
 
 
 class ImageTorso(NetworkPart):
