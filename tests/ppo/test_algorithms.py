@@ -93,6 +93,11 @@ def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
     (tmp_path / "c.toml").write_text('env_name = "X"\nepochs = 3\n[ppo]\nepochs = 4\n')
     with pytest.raises(ConfigError, match="epochs: set twice, in the table ppo and"):
         read_config(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text(
+        'env_name = "X"\nalgorithm = "my.py:A"\nlr = 1\n[algorithm_settings]\nlr = 2\n'
+    )
+    with pytest.raises(ConfigError, match="lr: set twice, in the table algorithm_set"):
+        read_config(tmp_path / "c.toml")
     (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
     with pytest.raises(ConfigError, match="sac: expected a table of settings"):
         read_config(tmp_path / "d.toml")
