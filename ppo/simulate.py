@@ -528,7 +528,10 @@ class Simulation:
     ) -> tuple[Any, ...]:
         observation = tf.nest.pack_sequence_as(self._env.observation_spec, leaves)
         arguments = [] if self._snapshot is None else [snapshot]
-        action, *others = self._policy(*arguments, observation, noise, *state)
+        outputs = self._policy(*arguments, observation, noise, *state)
+        shape = [leaves[0].shape[0], *self._env.action_spec.shape[1:]]
+        _check_policy_outputs(outputs, shape, len(state))
+        action, *others = outputs
         return self._env.to_env_action(action), action, *others
 
     def _store_outputs(self, split: SplitRows, outputs: _Outputs) -> None:
@@ -658,6 +661,30 @@ class Simulation:
             f"finite {name}, got {rows[step, row]}; training has diverged. Try a lower "
             "learning_rate."
         )
+
+
+@tf.autograph.experimental.do_not_convert
+def _check_policy_outputs(outputs: Any, shape: list[int | None], states: int) -> None:
+    """Check the shape of a policy's actions, and the number of its outputs.
+
+    Otherwise, actions `[n, 1]` for Discrete, for example, would be stepped, and fail
+    only at the end of the rollout.
+
+    Raises:
+      ValueError: The outputs are invalid.
+    """
+    expected = f"a tuple of actions {shape} and log-probabilities"
+    if states:
+        expected += f", followed by {states} states"
+    found = f"{outputs!r:.200}"
+    if isinstance(outputs, tuple | list) and len(outputs) == 2 + states:
+        if tf.TensorShape(shape).is_compatible_with(np.shape(outputs[0])):
+            return
+        found = f"actions {[*np.shape(outputs[0])]}"
+    error = ValueError(f"policy: expected {expected}, got {found}")
+    # Otherwise, AutoGraph would expand the message to many lines.
+    error.ag_pass_through = True  # type: ignore[attr-defined]
+    raise error
 
 
 def _stack(steps: Sequence[Any]) -> Any:

@@ -45,8 +45,8 @@ class Algorithm(abc.ABC):
 
     settings_type: ClassVar[type[Any] | None] = None
     """Dataclass of the algorithm-specific settings. All fields must have defaults, and
-    must be annotated with `int`, `float`, `bool`, `str` or tuples of these, so that
-    JSON values can be converted to them."""
+    must be annotated with `int`, `float`, `bool`, `str` or tuples of these, or with one
+    of these or None, so that JSON values can be converted to them."""
 
     supports_several_learners: ClassVar[bool] = False
     """Whether `learn` averages its gradients over `learners`."""
@@ -199,6 +199,8 @@ def _parse_text(name: str, text: str, hint: Any) -> Any:
     if not text.startswith("["):  # a list of texts that may look like numbers
         words = map(str.strip, text.strip("()").split(","))
         candidates.append([word for word in words if word])
+    if text == "null":
+        candidates.insert(0, None)
     for value in candidates:
         with contextlib.suppress(msgspec.ValidationError):
             msgspec.convert(value, hint)

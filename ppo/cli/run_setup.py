@@ -194,10 +194,8 @@ def _differences(name: str, named: Config, config: Config, changes: list[str]) -
     Return an empty string if there are none. The seed, the env's file and the settings
     in `changes` are not compared.
     """
-    values, run_values = (
-        {**vars(each), **each.algorithm_settings} for each in (named, config)
-    )
-    excluded = {"algorithm_settings", "env_name", "seed"}
+    values, run_values = named.all_settings, config.all_settings
+    excluded = {"env_name", "seed"}
     excluded.update(change.partition("=")[0] for change in changes)
     texts = [
         f"{key} = {json.dumps(run_values[key])} (not {json.dumps(values.get(key))})"

@@ -682,6 +682,13 @@ class Config:
             values.pop("algorithm_settings", None)  # unless only the file has moved
         return type(self)(**values | changes)
 
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """All settings, including those that are specific to the algorithm, by name."""
+        values = {**vars(self), **self.algorithm_settings}
+        del values["algorithm_settings"]
+        return values
+
     def non_defaults(self) -> dict[str, Any]:
         """Return a dict of the settings that differ from their defaults."""
         defaults = {

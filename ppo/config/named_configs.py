@@ -349,6 +349,12 @@ def read_config(path: Path) -> Config:
                 f"expected a table of settings with the key env_name, for example "
                 f'env_name = "CartPole-v1", got {reprlib.repr(content)}.'
             )
+        table = content.get("algorithm_settings")
+        if isinstance(table, dict) and (twice := table.keys() & content.keys()):
+            raise ConfigError(
+                f"{', '.join(sorted(twice))}: set twice, in the table "
+                "algorithm_settings and outside of it; remove one of the two."
+            )
         return Config(**content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config file; {error}.") from error

@@ -148,18 +148,23 @@ def _seeds_with(metric: str, study: Path) -> list[Path]:
 
 def _labels(groups: Sequence[_Group]) -> list[str]:
     """Return a label per group: the name of its run, and the settings that differ."""
-    first, names = groups[0].config, _names([group.paths for group in groups])
+    names = _names([group.paths for group in groups])
+    settings = [
+        {**group.config.all_settings, "env_name": env_name_of(group.config.env_name)}
+        for group in groups
+    ]
     keys = [
         key
-        for key in vars(first)
-        if any(vars(group.config)[key] != vars(first)[key] for group in groups)
+        for key in dict.fromkeys(key for values in settings for key in values)
+        if any(values.get(key) != settings[0].get(key) for values in settings)
     ]
     if not 0 < len(keys) <= _MAX_KEYS:
         return names
     labels = []
-    for name, (config, _) in zip(names, groups, strict=True):
-        shown = {**vars(config), "env_name": env_name_of(config.env_name)}
-        labels.append(f"{name}: {', '.join(f'{key}={shown[key]}' for key in keys)}")
+    for name, values in zip(names, settings, strict=True):
+        # A run does not store the default values of a user's algorithm.
+        shown = [f"{key}={values.get(key, 'default')}" for key in keys]
+        labels.append(f"{name}: {', '.join(shown)}")
     return labels
 
 

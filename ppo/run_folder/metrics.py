@@ -5,7 +5,6 @@ Settings and running statistics are taken from the last iteration. For divergenc
 row contains the maximum, and for other metrics the mean over iterations.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -122,7 +121,7 @@ def _write_config(config: Config) -> None:
     """Write a config to TensorBoard, as text and as hyperparameters to compare."""
     from tensorboard.plugins.hparams import api as hparams
 
-    values = dataclasses.asdict(config)
+    values = config.all_settings
     rows = [f"| {key} | `{value}` |" for key, value in values.items()]
     tf.summary.text("config", "\n".join(["| setting | value |", "|---|---|", *rows]))
     plain = {

@@ -145,6 +145,36 @@ def test_initial_weights_depend_on_the_seed_of_the_config(recurrent_size: int) -
     assert (first != numbers(3)).any()
 
 
+@pytest.mark.parametrize("kind", ["mlp", "recurrent", "cnn"])
+def test_networks_do_not_depend_on_global_settings_of_keras(kind: str) -> None:
+    space = SPACES.Box(0, 255, (8, 8, 1), np.uint8)
+    config = CONFIG.replace(
+        horizon=64,
+        recurrent_size=8 if kind == "recurrent" else 0,
+        network="cnn" if kind == "cnn" else "mlp",
+    )
+    rows = tf.constant(np.arange(128).reshape(2, 8, 8, 1), tf.uint8)
+
+    def outputs() -> list[np.ndarray]:
+        agent = Agent(space, SPACES.Discrete(2), config)
+        state = [tf.ones([2, size]) for size in agent.state_sizes]
+        act = agent.act_from(None, rows, tf.zeros([2, 2]), *state)
+        values = agent.value(agent.preprocess(rows), *state[1:])
+        return list(map(np.asarray, tf.nest.flatten((act, values))))
+
+    expected, before = outputs(), keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    keras.config.set_image_data_format("channels_first")
+    try:
+        found = outputs()
+    finally:
+        keras.config.set_dtype_policy(before)
+        keras.config.set_image_data_format("channels_last")
+    for one, other in zip(expected, found, strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
 def test_error_for_an_unsupported_action_space_names_it() -> None:
     bits: Any = np.bool_
     for space, text in (

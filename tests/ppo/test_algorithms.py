@@ -93,6 +93,11 @@ def test_settings_of_an_algorithm_are_read_from_tables_files_and_commands(
     (tmp_path / "c.toml").write_text('env_name = "X"\nepochs = 3\n[ppo]\nepochs = 4\n')
     with pytest.raises(ConfigError, match="epochs: set twice, in the table ppo and"):
         read_config(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text(
+        'env_name = "X"\nalgorithm = "my.py:A"\nlr = 1\n[algorithm_settings]\nlr = 2\n'
+    )
+    with pytest.raises(ConfigError, match="lr: set twice, in the table algorithm_set"):
+        read_config(tmp_path / "c.toml")
     (tmp_path / "d.toml").write_text('env_name = "X"\nsac = 0\n')
     with pytest.raises(ConfigError, match="sac: expected a table of settings"):
         read_config(tmp_path / "d.toml")
@@ -210,6 +215,9 @@ def test_settings_of_all_types_can_be_set_in_a_command() -> None:
     texts = ["label=7", "optional=8", "kind=7", "mixed=a,1"]
     read = Listing.read_settings(apply_settings(config, texts))
     assert read == Lists(label="7", optional=(8,), kind="7", mixed=("a", 1))
+    changed = apply_settings(config, [*texts, *(f"{k}=null" for k in ("label", "tag"))])
+    read = Listing.read_settings(apply_settings(changed, ["optional=null"]))
+    assert read == Lists(tag="null", kind="7", mixed=("a", 1))
     for change in ("names=left", 'names=["left"]'):
         changed = apply_settings(apply_settings(config, changes), [change])
         assert Listing.read_settings(changed).names == ("left",)

@@ -99,6 +99,23 @@ def test_curves_are_labelled_with_run_names_and_different_settings(
     np.testing.assert_array_equal(first.mean, [2.0])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "first", "second"),
+    [("sac", 128, 256), ("/my.py:Mine", 128, "default")],
+)
+def test_labels_contain_settings_of_the_algorithm_that_differ(
+    algorithm: str, first: object, second: object, tmp_path: Path
+) -> None:
+    settings = {"algorithm": algorithm, "random_steps": 50}
+    changes = {} if second == "default" else {"batch_size": second}
+    runs = [
+        run(tmp_path / "a", [(10, 1.0)], **settings, batch_size=first),
+        run(tmp_path / "b", [(10, 2.0)], **settings, **changes),
+    ]
+    expected = [f"a: batch_size={first}", f"b: batch_size={second}"]
+    assert [curve.label for curve in read_curves(runs)] == expected
+
+
 def test_labels_contain_no_absolute_path_and_are_unique(tmp_path: Path) -> None:
     file = {"env_name": str(tmp_path / "my_env.py:Walk")}
     runs = [

@@ -83,12 +83,14 @@ def test_a_folder_without_a_valid_run_cannot_be_opened(
 def test_metrics_are_written_as_json_lines_and_tensorboard_events(
     tmp_path: Path,
 ) -> None:
-    with MetricsWriter(tmp_path, CONFIG) as writer:
+    config = CONFIG.replace(algorithm="sac")  # which has a setting `tau`
+    with MetricsWriter(tmp_path, config) as writer:
         writer.write(10, {"loss": 0.5, "mean_return": math.nan})
     (events,) = (tmp_path / "tensorboard").iterdir()
     for tag in (b"rollout/mean_return", b"losses/loss", b"config", b"_hparams_/sess"):
         assert tag in events.read_bytes()
-    with MetricsWriter(tmp_path, CONFIG) as writer:  # a second one appends
+    assert b"\x03tau" in events.read_bytes()  # a hyperparameter
+    with MetricsWriter(tmp_path, config) as writer:  # a second one appends
         writer.write(20, {"loss": 0.25, "mean_return": 1e40})  # above float32
     assert rows_of(tmp_path) == [
         {"steps": 10, "loss": 0.5, "mean_return": None},

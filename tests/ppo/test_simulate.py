@@ -119,6 +119,27 @@ def test_policy_is_traced_once() -> None:
     assert len(fake.actions) == 3 * 7
 
 
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda action, log_prob: (action[:, None], log_prob), r"actions \[2, 1\]"),
+        (lambda action, log_prob: (action, log_prob, action), r"\(<tf.Tensor"),
+        (lambda action, log_prob: action, "<tf.Tensor"),
+    ],
+)
+def test_policy_with_invalid_outputs_is_an_error_of_one_line(
+    change: Any, found: str
+) -> None:
+    def policy(observation: tf.Tensor, seed: tf.Tensor) -> Any:
+        return change(tf.zeros([2], tf.int64), tf.zeros([2]))
+
+    expected = r"policy: expected a tuple of actions \[2\] and log-probabilities, got "
+    fake = CountingBatchEnv([9, 9], action_space=SPACES.Discrete(3))
+    with pytest.raises(ValueError, match=f"^{expected}{found}"):
+        simulate(in_graph(fake), policy, 2)
+    assert not fake.actions
+
+
 def test_policy_in_numpy_replaces_the_policy() -> None:
     def in_numpy(snapshot: float, num_rows: int) -> Any:
         assert num_rows == 2

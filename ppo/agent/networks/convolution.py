@@ -80,14 +80,18 @@ def convolution(shape: Sequence[int], *, seed: int) -> keras.Sequential:
                 padding="valid" if is_large else "same",
                 activation="relu",
                 kernel_initializer=initializer,
+                data_format="channels_last",
+                dtype="float32",
             )
         )
     features = keras.layers.Dense(
         _LARGE_FEATURES if is_large else _SMALL_FEATURES,
         activation="relu",
         kernel_initializer=initializers[-1],
+        dtype="float32",
     )
-    return keras.Sequential([*layers, keras.layers.Flatten(), features])
+    flatten = keras.layers.Flatten(data_format="channels_last", dtype="float32")
+    return keras.Sequential([*layers, flatten, features])
 
 
 class ImageTorso(NetworkPart):

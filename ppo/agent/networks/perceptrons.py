@@ -73,6 +73,7 @@ def mlp(
                 kernel_initializer=keras.initializers.Orthogonal(
                     gain=gain, seed=seed + index
                 ),
+                dtype="float32",
             )
         )
     return keras.Sequential(layers)

@@ -65,6 +65,7 @@ class RecurrentCore(NetworkPart):
             units,
             kernel_initializer=keras.initializers.Orthogonal(seed=seed),
             recurrent_initializer=keras.initializers.Orthogonal(seed=seed + 1),
+            dtype="float32",
         )
         self._cell.build((None, hidden_sizes[-1] if hidden_sizes else input_size))
         hidden = {} if self._hidden is None else {"hidden": self._hidden}
