@@ -43,6 +43,7 @@ from envserve.worker.env_checks import (
     split_reset_result,
     step_result_violation,
 )
+from envserve.worker.env_row import NO_OPTIONS
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
@@ -284,7 +285,7 @@ class VectorBlock:
         try:
             infos = self._reset(seeds, mask, options)
         except Exception as error:
-            if mask.all() and not row_seeds and not options:
+            if mask.all() and not row_seeds and options in NO_OPTIONS:
                 raise  # not even a plain reset succeeds, so restart the worker
             faults, mask = self._replace_failed(error), self._all_mask
         rows.reward[mask] = 0.0
