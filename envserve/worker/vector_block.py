@@ -174,6 +174,7 @@ class VectorBlock:
         results = self._env.step(unflatten(spec.action_space, actions))
         self._step_kind = self._heartbeat[1] = 0
         observation, rewards, terminated, truncated, infos = results
+        _check_infos("infos", infos)
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
         values = rewards, terminated, truncated
@@ -252,6 +253,7 @@ class VectorBlock:
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
+        _check_infos("infos['final_info']", finals)
         is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
@@ -461,6 +463,14 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
             f"takes reset_mask); got {mode!r}; see 'Serve batched simulators' in the "
             f"docs"
         ) from None
+
+
+def _check_infos(name: str, infos: Any) -> None:
+    if not isinstance(infos, Mapping):
+        raise SpaceViolation(
+            f"expected {name} to be a dict of arrays; got {type(infos).__name__}; "
+            "fix the env"
+        )
 
 
 def _row_info(infos: _Infos, position: int, size: int) -> dict[str, Any]:

@@ -227,12 +227,15 @@ def test_a_value_outside_the_spaces_raises(make_batch: MakeBatch) -> None:
         "wrong_shape": r"expected observation 'x' float32\[2, 2\]; got float32\[1, 2\]",
         "wrong_keys": "expected a dict with",
         "no_reward": r"expected reward to be \[2\] numbers; got object\[2\]",
+        "no_infos": "expected infos to be a dict of arrays; got NoneType",
+        "list_of_infos": "expected infos to be a dict of arrays; got list",
+        "list_of_final_infos": r"infos\['final_info'\] to be a dict of arrays; g",
     }.items():
-        batch = faulty(make_batch, fault)
-        with pytest.raises(EnvError, match=text):
-            batch.step([3, 0, 0, 0])
-        batch.reset()
-        assert batch.step([0] * 4).valid.all()
+        with faulty(make_batch, fault) as batch:
+            with pytest.raises(EnvError, match=text):
+                batch.step([3, 0, 0, 0])
+            batch.reset()
+            assert batch.step([0] * 4).valid.all()
 
 
 def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None:

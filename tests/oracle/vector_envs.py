@@ -101,6 +101,12 @@ class WalksEnv(SyncVectorEnv):
             observation = _BREAKS[self._fault](observation)
         if actions[0] == 3 and self._fault == "no_reward":
             others[0] = [None, *others[0][1:]]
+        if actions[0] == 3 and self._fault == "list_of_infos":
+            others[3] = [{}] * self.num_envs
+        if actions[0] == 3 and self._fault == "no_infos":
+            others[3] = None
+        if actions[0] == 3 and self._fault == "list_of_final_infos":
+            others[3] = {"final_info": [{}] * self.num_envs}
         return observation, *others
 
     def double(self, number: int) -> int:
