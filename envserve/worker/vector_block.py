@@ -114,13 +114,16 @@ class VectorBlock:
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
         parameters = parameters_of(env.reset)
-        if parameters is not None and not {"seed", "options"} <= parameters.keys():
+        if parameters is not None and not (
+            {"seed", "options"} <= parameters.keys()
+            or any(param.kind is param.VAR_KEYWORD for param in parameters.values())
+        ):
             raise EnvStartError(
                 f"expected reset(*, seed=None, options=None) of the vector env of "
                 f"{name}; got reset({', '.join(parameters)})"
             )
-        annotation = parameters["seed"].annotation if parameters else ""
-        self._accepts_seed_list = "list" in str(annotation).lower()
+        seed = (parameters or {}).get("seed")
+        self._accepts_seed_list = "list" in str(seed and seed.annotation).lower()
         self._is_fresh, self._step_kind = True, FIRST_STEP
         spec = self._spec = EnvSpec(
             name, env.single_observation_space, env.single_action_space

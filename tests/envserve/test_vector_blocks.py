@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
 from envserve.lane import Reset
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
-from tests.oracle.vector_envs import MODES
+from tests.oracle.vector_envs import MODES, WalksEnv
 
 from .conftest import MakeBatch
 from .pool_driver import PoolMaker, assert_lost, reset, step
@@ -257,6 +258,23 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         assert batch.call(0, "double", 4) == 8
         assert not batch.step([3, 0, 0, 0]).valid.all()
         assert batch.get_attr("level") == [2, 2, 4, 4]
+
+
+class KeywordWalks(WalksEnv):
+    """Declares no arguments of `reset`, but passes them on."""
+
+    def reset(self, **arguments: Any) -> Any:
+        return super().reset(**arguments)
+
+
+def test_reset_of_a_vector_env_may_take_any_keywords() -> None:
+    make: Any = KeywordWalks
+    spec = EnvSpec("Keyword-v0", vector_entry_point=make)
+    arguments = {"mode": "SAME_STEP"}
+    with BatchEnv.local(spec, 3, 1, env_kwargs=arguments) as batch:
+        first = batch.reset(seeds=[5, 6, 7])["x"]
+    alone = WalksEnv(3, "SAME_STEP").reset(seed=5)[0]["x"]
+    np.testing.assert_equal(first, alone)
 
 
 def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tests.oracle.env_failures import FAILURES
 
-__all__ = ["MODES"]
+__all__ = ["MODES", "WalksEnv"]
 
 #: Env names by autoreset mode.
 MODES: Final = {
