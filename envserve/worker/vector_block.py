@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
@@ -197,8 +198,14 @@ class VectorBlock:
             if self._resets_itself:
                 if (finals := infos.get("final_obs")) is None:
                     raise SpaceViolation(_FINAL_OBS_MISSING)
-                if isinstance(finals, np.ndarray) and finals.dtype.hasobject:
-                    space, observations = spec.observation_space, finals[ended]
+                is_array = isinstance(finals, np.ndarray) and finals.dtype.hasobject
+                space = spec.observation_space
+                is_list = isinstance(finals, list) and len(finals) == len(ended)
+                if is_array or (is_list and not isinstance(space, spaces.Tuple)):
+                    pairs = zip(finals, ended, strict=True)
+                    observations = [final for final, is_end in pairs if is_end]
+                    if any(final is None for final in observations):
+                        raise SpaceViolation(_FINAL_OBS_MISSING)
                     batch: Any = create_empty_array(space, len(observations))
                     finals = concatenate(space, observations, batch)
                 self._write_observation(rows.final_observation, finals, ended)

@@ -260,6 +260,24 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         assert batch.get_attr("level") == [2, 2, 4, 4]
 
 
+def test_last_observations_may_be_in_a_list(make_batch: MakeBatch) -> None:
+    options: dict[str, Any] = {"vectorized": True, "seed": 3}
+    name, in_list = MODES["same_step"], {"fault": "final_obs_in_list"}
+    expected = play(make_batch(name, 4, 1, **options))
+    seen = play(make_batch(name, 4, 1, **options, env_kwargs=in_list))
+    np.testing.assert_equal(seen, expected)
+
+
+def test_an_ended_episode_without_a_last_observation_raises(
+    make_batch: MakeBatch,
+) -> None:
+    arguments = {"fault": "final_obs_none"}
+    name = MODES["same_step"]
+    batch = make_batch(name, 4, 1, vectorized=True, seed=3, env_kwargs=arguments)
+    with pytest.raises(EnvError, match=r"expected infos\['final_obs'\] with the last"):
+        play(batch)
+
+
 class KeywordWalks(WalksEnv):
     """Declares no arguments of `reset`, but passes them on."""
 
