@@ -29,14 +29,16 @@ def python_command(
     """Return a command line that runs Python statements in a new interpreter.
 
     Its `sys.path` is `path`; by default, the search path of a new interpreter, and this
-    package.
+    package. It gets the options of this interpreter, such as `-O` and `-W`.
     """
+    import subprocess  # imported here because health probes do not need it
+
     default = f"{_ROOT!r} in sys.path or sys.path.insert(0, {_ROOT!r})"
     set_path = default if path is None else f"sys.path[:] = {[*path]!r}"
-    flags = [("-I", sys.flags.isolated), ("-E", sys.flags.ignore_environment)]
-    options = ["-P", *(option for option, is_set in flags if is_set)]
+    # multiprocessing calls this function for the same purpose.
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = f"import sys; {set_path}\n{code}"
-    return [sys.executable, *options, "-c", code, *arguments]
+    return [sys.executable, *options, "-P", "-c", code, *arguments]
 
 
 def main_command(
@@ -132,4 +134,4 @@ def restart_with_safe_path(module: str) -> None:
     """
     if not sys.flags.safe_path:
         python, *rest = main_command(module, *sys.argv[1:], path=search_path())
-        os.execv(python, [python, *(f"-W{flag}" for flag in sys.warnoptions), *rest])
+        os.execv(python, [python, *rest])

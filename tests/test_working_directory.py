@@ -208,6 +208,19 @@ def test_entries_of_the_search_path_that_python_ignores_are_omitted(
     assert search_path() == expected
 
 
+def test_children_get_the_options_of_the_interpreter() -> None:
+    shown = "print(sys.flags.optimize, sys.flags.utf8_mode, sys.warnoptions)"
+    text = (
+        "import subprocess, envserve.python_process as p\n"
+        f"subprocess.run(p.python_command({shown!r}), check=True)"
+    )
+    options = ["-OO", "-X", "utf8", "-W", "ignore::DeprecationWarning"]
+    found = subprocess.run(
+        [sys.executable, *options, "-c", text], capture_output=True, text=True
+    )
+    assert found.stdout == "2 1 ['ignore::DeprecationWarning']\n"
+
+
 def test_a_folder_of_pythonpath_keeps_its_place_in_children(folder: Path) -> None:
     text = "import envserve.python_process as p; print(p.search_path().index({!r}))"
     path = os.pathsep.join([str(folder), os.environ["PYTHONPATH"]])

@@ -24,7 +24,7 @@ from envserve.worker import step_timings
 from envserve.worker.attribute_calls import CallRequest, run_call
 from envserve.worker.channel import BuildMessage
 from envserve.worker.env_checks import EnvChecks, SpaceViolation
-from envserve.worker.env_row import EnvRow
+from envserve.worker.env_row import NO_OPTIONS, EnvRow
 from envserve.worker.spare_row import ResetThreads, SpareRow
 from envserve.worker.worker_report import encode_report, fault_from_error
 
@@ -188,7 +188,7 @@ class EnvBlock:
             try:
                 info = self._reset_or_rebuild(env, seed, options, faults)
             except Exception as error:
-                if seed is None and not options:
+                if seed is None and options in NO_OPTIONS:
                     raise  # not even a plain reset succeeds, so restart the worker
                 faults.append(self._replace_failed(env, error))
                 info = {}

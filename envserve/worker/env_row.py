@@ -13,7 +13,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import gymnasium
 import numpy as np
@@ -47,6 +47,9 @@ from envserve.worker.reset_signature import complete_reset_signature
 
 #: Result of a step without the observation: reward, terminated, truncated and info.
 StepOutcome = tuple[float, bool, bool, Mapping[str, Any]]
+#: Encoded options of a plain reset. `make_vec` sends an empty dict if the only option
+#: is "reset_mask".
+NO_OPTIONS: Final = (b"", codec.encode({}, keep_types=True))
 
 
 class EnvRow:

@@ -23,11 +23,10 @@ from typing import Any, Final
 from envserve.crashes.action_ring import RowRecord
 from envserve.envs.seeding import spare_seed
 from envserve.slab import Rows, next_beat, private_heartbeat
-from envserve.spaces import codec
 from envserve.spaces.env_spec import EnvSpec
 from envserve.spaces.infos import copy_info
 from envserve.worker import step_timings
-from envserve.worker.env_row import EnvRow, add_reset_info
+from envserve.worker.env_row import NO_OPTIONS, EnvRow, add_reset_info
 
 #: Maximum number of reset threads. If resets are CPU-bound, more threads would delay
 #: the stepping thread.
@@ -35,9 +34,6 @@ _MAX_THREADS: Final = 16
 #: Python's switch interval: the time after which a CPU-bound reset yields to the
 #: stepping thread.
 _SWITCH_SECONDS: Final = 0.5e-3
-#: Reset options with which the prepared episode begins. `make_vec` sends an empty dict
-#: if the only option is "reset_mask".
-_NO_OPTIONS: Final = (b"", codec.encode({}, keep_types=True))
 
 
 class ResetThreads(ThreadPoolExecutor):
@@ -150,7 +146,7 @@ class SpareRow:
           options: See `lane.Reset`.
         """
         self._episode_has_ended = False
-        if seed is None and options in _NO_OPTIONS and not self.is_fresh:
+        if seed is None and options in NO_OPTIONS and not self.is_fresh:
             info = self._begin_prepared_episode()
         else:
             switches = seed is not None or not self.is_fresh

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import gymnasium
 import numpy as np
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 
@@ -43,6 +44,7 @@ from envserve.worker.env_checks import (
     split_reset_result,
     step_result_violation,
 )
+from envserve.worker.env_row import NO_OPTIONS
 from envserve.worker.rendering import prepare_rendering, render
 from envserve.worker.worker_report import encode_report, fault_from_error
 
@@ -113,13 +115,16 @@ class VectorBlock:
             )
         self._resets_ended = autoreset == "same_step" and not self._resets_itself
         parameters = parameters_of(env.reset)
-        if parameters is not None and not {"seed", "options"} <= parameters.keys():
+        if parameters is not None and not (
+            {"seed", "options"} <= parameters.keys()
+            or any(param.kind is param.VAR_KEYWORD for param in parameters.values())
+        ):
             raise EnvStartError(
                 f"expected reset(*, seed=None, options=None) of the vector env of "
                 f"{name}; got reset({', '.join(parameters)})"
             )
-        annotation = parameters["seed"].annotation if parameters else ""
-        self._accepts_seed_list = "list" in str(annotation).lower()
+        seed = (parameters or {}).get("seed")
+        self._accepts_seed_list = "list" in str(seed and seed.annotation).lower()
         self._is_fresh, self._step_kind = True, FIRST_STEP
         spec = self._spec = EnvSpec(
             name, env.single_observation_space, env.single_action_space
@@ -173,6 +178,7 @@ class VectorBlock:
         results = self._env.step(unflatten(spec.action_space, actions))
         self._step_kind = self._heartbeat[1] = 0
         observation, rewards, terminated, truncated, infos = results
+        _check_infos("infos", infos)
         self._write_observation(rows.observation, observation)
         columns = rows.reward, rows.terminated, rows.truncated
         values = rewards, terminated, truncated
@@ -192,8 +198,14 @@ class VectorBlock:
             if self._resets_itself:
                 if (finals := infos.get("final_obs")) is None:
                     raise SpaceViolation(_FINAL_OBS_MISSING)
-                if isinstance(finals, np.ndarray) and finals.dtype.hasobject:
-                    space, observations = spec.observation_space, finals[ended]
+                is_array = isinstance(finals, np.ndarray) and finals.dtype.hasobject
+                space = spec.observation_space
+                is_list = isinstance(finals, list) and len(finals) == len(ended)
+                if is_array or (is_list and not isinstance(space, spaces.Tuple)):
+                    pairs = zip(finals, ended, strict=True)
+                    observations = [final for final, is_end in pairs if is_end]
+                    if any(final is None for final in observations):
+                        raise SpaceViolation(_FINAL_OBS_MISSING)
                     batch: Any = create_empty_array(space, len(observations))
                     finals = concatenate(space, observations, batch)
                 self._write_observation(rows.final_observation, finals, ended)
@@ -251,6 +263,7 @@ class VectorBlock:
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
+        _check_infos("infos['final_info']", finals)
         is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
@@ -284,7 +297,7 @@ class VectorBlock:
         try:
             infos = self._reset(seeds, mask, options)
         except Exception as error:
-            if mask.all() and not row_seeds and not options:
+            if mask.all() and not row_seeds and options in NO_OPTIONS:
                 raise  # not even a plain reset succeeds, so restart the worker
             faults, mask = self._replace_failed(error), self._all_mask
         rows.reward[mask] = 0.0
@@ -460,6 +473,14 @@ def _autoreset_mode_of(env: Any, name: str) -> AutoresetMode:
             f"takes reset_mask); got {mode!r}; see 'Serve batched simulators' in the "
             f"docs"
         ) from None
+
+
+def _check_infos(name: str, infos: Any) -> None:
+    if not isinstance(infos, Mapping):
+        raise SpaceViolation(
+            f"expected {name} to be a dict of arrays; got {type(infos).__name__}; "
+            "fix the env"
+        )
 
 
 def _row_info(infos: _Infos, position: int, size: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from envserve.errors import EnvStartError, WrapperError
-from envserve.text import install_command
+from envserve.text import install_command, message_of
 from envserve.wrappers.additional import check_float
 from envserve.wrappers.registry import WRAPPERS
 from envserve.wrappers.specs import WrapperSpec, check_wrappers, convert_arguments
@@ -54,13 +54,13 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
             _check_size(_nbytes(env.observation_space), limit, where)
         except WrapperError:
             raise
-        except gymnasium.error.DependencyNotInstalled as error:
-            raise EnvStartError(
-                f"{where}: {error}; {install_command('atari')} on the host that runs "
-                "the envs"
-            ) from error
         except Exception as error:
-            raise EnvStartError(f"{where}: {type(error).__name__}: {error}") from error
+            text = f"{where}: {type(error).__name__}: {message_of(error)}"
+            is_missing = isinstance(error, gymnasium.error.DependencyNotInstalled)
+            if is_missing and isinstance(WRAPPERS[spec.name].make, str):
+                # Those of the table that need a package need OpenCV.
+                text += f"; {install_command('atari')} on the host that runs the envs"
+            raise EnvStartError(text) from error
     return env
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -217,6 +218,35 @@ def test_a_wrapper_may_seed_an_env_whose_reset_accepts_no_seed() -> None:
     ):
         with pytest.raises(EnvStartError, match=r"BareEnv.*does not accept seed"):
             complete_reset_signature(passing, needs_seed=True)
+
+
+class FailingReset(gymnasium.Env[Any, Any]):
+    """Raises in as many resets, of all incarnations, as a file has characters."""
+
+    observation_space = action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        if text := self._file.read_text():
+            self._file.write_text(text[1:])
+            raise RuntimeError("no licence is free")
+        return 0, {}
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+@pytest.mark.parametrize("options", [None, {}])
+def test_empty_options_are_no_reason_to_give_up_a_failed_reset(
+    options: dict[str, Any] | None, num_failures: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "failures"
+    file.write_text("")
+    arguments = {"file": str(file)}
+    with BatchEnv.local(FailingReset, env_kwargs=arguments, seeded=False) as batch:
+        batch.reset()
+        file.write_text("x" * num_failures)
+        assert batch.reset(options=options).tolist() == [0]
 
 
 def test_an_env_without_seeds_is_rejected_if_seeds_are_required(

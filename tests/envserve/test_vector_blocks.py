@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium.envs.registration import EnvSpec
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
 from envserve.lane import Reset
 from envserve.pool.replay import load_repro, replay
 from envserve.settings import EnvRequest, HostSettings, PoolSettings
-from tests.oracle.vector_envs import MODES
+from tests.oracle.vector_envs import MODES, WalksEnv
 
 from .conftest import MakeBatch
 from .pool_driver import PoolMaker, assert_lost, reset, step
@@ -227,12 +228,15 @@ def test_a_value_outside_the_spaces_raises(make_batch: MakeBatch) -> None:
         "wrong_shape": r"expected observation 'x' float32\[2, 2\]; got float32\[1, 2\]",
         "wrong_keys": "expected a dict with",
         "no_reward": r"expected reward to be \[2\] numbers; got object\[2\]",
+        "no_infos": "expected infos to be a dict of arrays; got NoneType",
+        "list_of_infos": "expected infos to be a dict of arrays; got list",
+        "list_of_final_infos": r"infos\['final_info'\] to be a dict of arrays; g",
     }.items():
-        batch = faulty(make_batch, fault)
-        with pytest.raises(EnvError, match=text):
-            batch.step([3, 0, 0, 0])
-        batch.reset()
-        assert batch.step([0] * 4).valid.all()
+        with faulty(make_batch, fault) as batch:
+            with pytest.raises(EnvError, match=text):
+                batch.step([3, 0, 0, 0])
+            batch.reset()
+            assert batch.step([0] * 4).valid.all()
 
 
 def test_nan_is_masked_or_passed_on_if_configured(make_batch: MakeBatch) -> None:
@@ -254,6 +258,41 @@ def test_attributes_belong_to_the_vector_env(make_batch: MakeBatch) -> None:
         assert batch.call(0, "double", 4) == 8
         assert not batch.step([3, 0, 0, 0]).valid.all()
         assert batch.get_attr("level") == [2, 2, 4, 4]
+
+
+def test_last_observations_may_be_in_a_list(make_batch: MakeBatch) -> None:
+    options: dict[str, Any] = {"vectorized": True, "seed": 3}
+    name, in_list = MODES["same_step"], {"fault": "final_obs_in_list"}
+    expected = play(make_batch(name, 4, 1, **options))
+    seen = play(make_batch(name, 4, 1, **options, env_kwargs=in_list))
+    np.testing.assert_equal(seen, expected)
+
+
+def test_an_ended_episode_without_a_last_observation_raises(
+    make_batch: MakeBatch,
+) -> None:
+    arguments = {"fault": "final_obs_none"}
+    name = MODES["same_step"]
+    batch = make_batch(name, 4, 1, vectorized=True, seed=3, env_kwargs=arguments)
+    with pytest.raises(EnvError, match=r"expected infos\['final_obs'\] with the last"):
+        play(batch)
+
+
+class KeywordWalks(WalksEnv):
+    """Declares no arguments of `reset`, but passes them on."""
+
+    def reset(self, **arguments: Any) -> Any:
+        return super().reset(**arguments)
+
+
+def test_reset_of_a_vector_env_may_take_any_keywords() -> None:
+    make: Any = KeywordWalks
+    spec = EnvSpec("Keyword-v0", vector_entry_point=make)
+    arguments = {"mode": "SAME_STEP"}
+    with BatchEnv.local(spec, 3, 1, env_kwargs=arguments) as batch:
+        first = batch.reset(seeds=[5, 6, 7])["x"]
+    alone = WalksEnv(3, "SAME_STEP").reset(seed=5)[0]["x"]
+    np.testing.assert_equal(first, alone)
 
 
 def test_some_rows_of_a_block_are_reset_by_a_mask(make_batch: MakeBatch) -> None:

@@ -224,6 +224,22 @@ def test_the_error_about_an_unsuitable_env_names_the_wrapper(
 
 
 @patch.dict(WRAPPERS)
+@pytest.mark.parametrize("name", ["ResizeObservation", "Film"])
+def test_a_missing_package_is_that_of_an_extra_only_in_gymnasiums_wrappers(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(env: Any, shape: Any) -> Any:
+        raise gymnasium.error.DependencyNotInstalled("run `pip install moviepy`")
+
+    register_wrapper("Film", fails, {"shape": Integers(1, 9, 2, 2)})
+    monkeypatch.setattr(gymnasium.wrappers, "ResizeObservation", fails)
+    env = Bounded(spaces.Box(0, 255, (4, 4, 3), np.uint8))
+    with pytest.raises(EnvStartError, match="`pip install moviepy`") as raised:
+        wrap(env, of(name, shape=[2, 2]))
+    assert ("[atari]" in str(raised.value)) == (name == "ResizeObservation")
+
+
+@patch.dict(WRAPPERS)
 def test_user_wrappers_can_be_registered_with_arguments() -> None:
     def limited(env: Any, steps: int) -> Any:
         return gymnasium.wrappers.TimeLimit(env, steps)

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from tests.oracle.env_failures import FAILURES
 
-__all__ = ["MODES"]
+__all__ = ["MODES", "WalksEnv"]
 
 #: Env names by autoreset mode.
 MODES: Final = {
@@ -101,6 +101,17 @@ class WalksEnv(SyncVectorEnv):
             observation = _BREAKS[self._fault](observation)
         if actions[0] == 3 and self._fault == "no_reward":
             others[0] = [None, *others[0][1:]]
+        if actions[0] == 3 and self._fault == "list_of_infos":
+            others[3] = [{}] * self.num_envs
+        if actions[0] == 3 and self._fault == "no_infos":
+            others[3] = None
+        if actions[0] == 3 and self._fault == "list_of_final_infos":
+            others[3] = {"final_info": [{}] * self.num_envs}
+        if self._fault.startswith("final_obs") and "final_obs" in others[3]:
+            finals = [*others[3]["final_obs"]]
+            none = [None] * self.num_envs
+            is_list = self._fault == "final_obs_in_list"
+            others[3]["final_obs"] = finals if is_list else np.array(none)
         return observation, *others
 
     def double(self, number: int) -> int:
