@@ -62,7 +62,7 @@ def make(
             parse_words([name, placeholder])  # rejects invalid names, such as paths
         server = KeyFolder(dir_ / "server")
         key = server.ensure_key("server")
-        local_key = server.ensure_key("client")  # for health probes on this host
+        local_key = server.ensure_key("client")  # for health probes on its host
         server.clients.read()
         server.add_pin(at, key.public, "server")  # to reach servers on other hosts
         if "local" in roles:

@@ -145,9 +145,11 @@ class BatchEnv:
 
         Raises:
           SpaceError: The spaces of two lanes differ.
-          TypeError: The name or class of an env is passed instead of lanes.
+          TypeError: A name, a spec or functions are passed instead of lanes.
         """
-        if isinstance(lanes, str) or callable(lanes):
+        if not isinstance(lanes, Sequence) or not all(
+            hasattr(lane, "submit_step") for lane in lanes
+        ):
             raise TypeError(
                 f"expected started lanes; got {lanes!r:.200}; use BatchEnv.local(...) "
                 f"to run envs on this host, or BatchEnv.connect(...) to use servers"

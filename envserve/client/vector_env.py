@@ -257,10 +257,10 @@ class VectorEnv(gymnasium.vector.VectorEnv[Any, Any, Array]):
     def close_extras(
         self, timeout: float | None = None, terminate: bool = False
     ) -> None:
-        """Close the envs; `close` passes its arguments on.
+        """Close the envs; `close` calls this method with its arguments.
 
-        `timeout` and `terminate` have no effect, because closing always ends in time;
-        see `BatchEnv.close` for the limits.
+        `timeout` and `terminate` have no effect, because closing has its own time
+        limits; see `BatchEnv.close`.
         """
         if pending := self._batch.pending:
             gymnasium.logger.warn(

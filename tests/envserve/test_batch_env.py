@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 
 from envserve.client import BatchEnv
 from envserve.client.link.remote_lane import RemoteLane
@@ -60,10 +62,14 @@ def addresses(shared: list[str], wait_until: WaitUntil) -> list[str]:
     return shared
 
 
-def test_a_name_instead_of_lanes_is_an_error_that_names_local_and_connect() -> None:
-    name: Any = "CartPole-v1"
+@pytest.mark.parametrize(
+    "env", ["CartPole-v1", gymnasium.spec("CartPole-v1"), CartPoleEnv, [CartPoleEnv]]
+)
+def test_an_env_instead_of_lanes_is_an_error_that_names_local_and_connect(
+    env: Any,
+) -> None:
     with pytest.raises(TypeError, match=r"BatchEnv\.local.* or BatchEnv\.connect"):
-        BatchEnv(name)
+        BatchEnv(env)
 
 
 def test_local_and_remote_lanes_make_one_batch(addresses: list[str]) -> None:

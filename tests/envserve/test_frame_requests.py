@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from envserve.address import NamedAddress
 from envserve.cli.app import PROGRAM
 from envserve.client import BatchEnv
 from envserve.crashes.repro_file import decode_repro
@@ -229,8 +230,12 @@ def test_watched_or_not_a_batch_has_the_same_rows(address: str) -> None:
 
 
 def test_an_observer_accepts_short_addresses() -> None:
-    with Observer("127.0.0.1:1", insecure=True) as observer:
-        assert observer.address == "tcp://127.0.0.1:1"
+    for address in ("127.0.0.1", "tcp://127.0.0.1"):
+        with Observer(address, insecure=True) as observer:
+            assert observer.address == "tcp://127.0.0.1:5555"
+    resolved = NamedAddress("tcp://127.0.0.1:5555", "tcp://sims:5555")
+    with Observer(resolved, insecure=True) as observer:
+        assert observer.address is resolved
 
 
 def frame_of(pool: Pool, *, known: int = 0) -> tuple[RenderedFrame, list[Status]]:
