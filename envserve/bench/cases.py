@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
@@ -27,6 +28,8 @@ from envserve.wire.sockets import socket_folder
 #: Maps each transport to the addresses on which servers listen. "{folder}" is replaced
 #: with a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
+#: Maximum time for the processes of a case to exit before they are killed.
+_CLOSE_SECONDS: Final = 1.0
 
 
 @contextlib.contextmanager
@@ -42,23 +45,31 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
     """
     load.check()
     context = multiprocessing.get_context("spawn")
-    connections = []
-    with contextlib.ExitStack() as stack:
+    processes, connections = [], []
+    try:
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
             parent_end, child_end = context.Pipe()
+            connections.append(parent_end)
             arguments = (load, rows.tolist(), child_end)
             process = context.Process(target=_step_in_process, args=arguments)
-            with _without_sigint():
+            with _sigint_deferred():
                 process.start()
-                child_end.close()
-                # Callbacks run in reverse order. Closing the pipe would not end the
-                # process: those of AsyncVectorEnv inherit the pipe, and may still run.
-                stack.callback(process.join)
-                stack.callback(process.kill)
-            connections.append(parent_end)
+                processes.append(process)
+            child_end.close()
         for connection in connections:
             _receive(connection)  # "ready", once the process has built its envs
         yield lambda: _measure_all(connections)
+    finally:
+        # The processes exit when their pipes are closed, which lets envs clean up. They
+        # do not while they import modules, or while a process of AsyncVectorEnv runs,
+        # because it inherits the pipes.
+        for connection in connections:
+            connection.close()
+        end_at = time.monotonic() + _CLOSE_SECONDS
+        for process in processes:
+            process.join(max(0.0, end_at - time.monotonic()))
+            process.kill()
+            process.join()
 
 
 def _measure_all(connections: Sequence[Connection]) -> Mapping[str, float]:
@@ -109,8 +120,8 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
 
 
 @contextlib.contextmanager
-def _without_sigint() -> Iterator[None]:
-    """Block SIGINT in the context, and in the processes that are started in it.
+def _sigint_deferred() -> Iterator[None]:
+    """Handle SIGINT at the end of the context; block it in processes started in it.
 
     On Ctrl-C, a terminal sends SIGINT to all processes of the command, and this process
     ends the others. A KeyboardInterrupt is raised at the end of the context, so the
@@ -118,11 +129,19 @@ def _without_sigint() -> Iterator[None]:
     """
     # When multiprocessing starts its resource tracker, it unblocks SIGINT.
     resource_tracker.ensure_running()
+    # Only the processes that are started need the mask, which they inherit. In this
+    # process, a thread of NumPy receives the signal instead, and Python then calls the
+    # handler in the main thread.
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager
@@ -131,9 +150,11 @@ def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
     with contextlib.ExitStack() as stack:
         # If SIGINT ended the processes of AsyncVectorEnv, `close` would raise an error,
         # which would replace the KeyboardInterrupt.
-        with _without_sigint():
+        with _sigint_deferred():
             envs = getattr(gymnasium.vector, kind)(load.env_functions())
-            stack.enter_context(contextlib.closing(envs))
+            # Without a timeout, `close` would wait forever for the results of a step if
+            # a KeyboardInterrupt was raised after AsyncVectorEnv had received them.
+            stack.callback(envs.close, timeout=_CLOSE_SECONDS)
         envs.reset(seed=0)
         yield make_measure(envs.step, load.actions(), load)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import select
@@ -9,14 +10,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import gymnasium
 import pytest
+from gymnasium.envs.classic_control import CartPoleEnv
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.vector import AsyncVectorEnv
 
-from envserve.bench.cases import bare_loops, running_server
+from envserve.bench.cases import bare_loops, running_server, vector_env
 from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
@@ -218,6 +223,64 @@ def test_bare_loops_raise_if_an_env_fails(
     load = Workload(name, 1, 1, 0.01, import_modules=modules)
     with bare_loops(load) as measure, pytest.raises(EnvError, match="an env raised"):
         measure()
+
+
+def test_processes_of_bare_loops_exit_so_that_envs_can_clean_up(
+    registry: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "simulator.py").write_text(
+        "import atexit, os\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Simulator(CartPoleEnv):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        f"        atexit.register(open, f'{tmp_path}/{{os.getpid()}}', 'w')\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name, modules = name_and_imports(f"{file}:Simulator")
+    with bare_loops(Workload(name, 2, 2, 0.01, import_modules=modules)):
+        processes = multiprocessing.active_children()
+    assert all((tmp_path / str(process.pid)).exists() for process in processes)
+    assert len(processes) == 2
+
+
+def test_envs_whose_creation_ctrl_c_interrupts_are_closed(registry: None) -> None:
+    closed = []
+
+    class Interrupted(CartPoleEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)  # another thread, such as those of NumPy, receives it
+
+        def close(self) -> None:
+            closed.append(self)
+
+    gymnasium.register("Interrupted-v0", lambda **_: Interrupted())
+    has_ended = threading.Event()
+    threading.Thread(target=has_ended.wait).start()
+    load = Workload("Interrupted-v0", 1, 1, 0.01)
+    try:
+        with pytest.raises(KeyboardInterrupt), vector_env(load, "SyncVectorEnv"):
+            pass
+    finally:
+        has_ended.set()
+    assert len(closed) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting")
+def test_async_vector_env_is_closed_if_results_were_received_before_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    load = Workload("CartPole-v1", 1, 1, 0.01)
+    with vector_env(load, "AsyncVectorEnv") as measure:
+        # `step` calls this method after it has received the results.
+        monkeypatch.setattr(AsyncVectorEnv, "_raise_if_errors", raise_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            measure()
+    assert not multiprocessing.active_children()
 
 
 def test_the_order_of_cases_alternates_between_turns() -> None:
