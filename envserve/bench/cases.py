@@ -28,7 +28,7 @@ from envserve.wire.sockets import socket_folder
 #: Maps each transport to the addresses on which servers listen. "{folder}" is replaced
 #: with a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
-#: Maximum time for the processes of a case to exit before they are killed.
+#: Maximum time for the bare loops to exit before they are killed.
 _CLOSE_SECONDS: Final = 1.0
 
 
@@ -152,11 +152,30 @@ def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
         # which would replace the KeyboardInterrupt.
         with _sigint_deferred():
             envs = getattr(gymnasium.vector, kind)(load.env_functions())
-            # Without a timeout, `close` would wait forever for the results of a step if
-            # a KeyboardInterrupt was raised after AsyncVectorEnv had received them.
-            stack.callback(envs.close, timeout=_CLOSE_SECONDS)
-        envs.reset(seed=0)
-        yield make_measure(envs.step, load.actions(), load)
+            stack.enter_context(contextlib.closing(envs))
+        with _killed_on_interrupt(envs):
+            envs.reset(seed=0)
+        measure = make_measure(envs.step, load.actions(), load)
+        yield _killed_on_interrupt(envs)(measure)
+
+
+@contextlib.contextmanager
+def _killed_on_interrupt(
+    envs: gymnasium.vector.VectorEnv[Any, Any, Any],
+) -> Iterator[None]:
+    """Kill the processes of AsyncVectorEnv if a KeyboardInterrupt is raised.
+
+    If it had already received the results of an interrupted step, `close` would wait
+    for them forever.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in getattr(envs, "processes", ()):
+            process.kill()
+            process.join()
+        envs.closed = True
+        raise
 
 
 @contextlib.contextmanager
