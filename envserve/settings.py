@@ -119,8 +119,8 @@ def convert(value: Any, kind: type[Type], *, is_strict: bool = True) -> Type:
     try:
         return msgspec.convert(value, kind, strict=is_strict, dec_hook=construct)
     except msgspec.ValidationError as error:
-        if not is_strict and re.fullmatch(r"-?\.\d+", str(value)):
-            return convert(float(value), kind)  # msgspec accepts "0.5", but not ".5"
+        if not is_strict and re.fullmatch(r"-?(\.\d+|\d+\.)", str(value)):
+            return convert(float(value), kind)  # msgspec rejects ".5" and "5."
         text = str(error)
         for name, description in _TYPE_DESCRIPTIONS.items():
             text = text.replace(name, description)

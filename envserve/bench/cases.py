@@ -27,6 +27,8 @@ from envserve.wire.sockets import socket_folder
 #: Maps each transport to the addresses on which servers listen. "{folder}" is replaced
 #: with a temporary folder.
 BINDS: Final = {"ipc": ("ipc://{folder}/envs",), "tcp": ("tcp://127.0.0.1:0",)}
+#: Maximum time for the bare loops to exit before they are killed.
+_CLOSE_SECONDS: Final = 1.0
 
 
 @contextlib.contextmanager
@@ -47,14 +49,18 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
             parent_end, child_end = context.Pipe()
             arguments = (load, rows.tolist(), child_end)
-            process = context.Process(target=_step_in_process, args=arguments)
-            with _without_sigint():
+            # A daemon, so that it is killed if Ctrl-C interrupts its start.
+            process = context.Process(
+                target=_step_in_process, args=arguments, daemon=True
+            )
+            with _sigint_blocked():
                 process.start()
-                child_end.close()
-                # Callbacks run in reverse order. Closing the pipe would not end the
-                # process: those of AsyncVectorEnv inherit the pipe, and may still run.
-                stack.callback(process.join)
-                stack.callback(process.kill)
+            child_end.close()
+            # Callbacks run in reverse order: first, closing the pipe makes the process
+            # exit, unless it imports modules, or processes that inherit the pipe run.
+            stack.callback(process.kill)
+            stack.callback(process.join, _CLOSE_SECONDS)
+            stack.callback(parent_end.close)
             connections.append(parent_end)
         for connection in connections:
             _receive(connection)  # "ready", once the process has built its envs
@@ -109,12 +115,11 @@ def _step_in_process(load: Workload, rows: list[int], connection: Connection) ->
 
 
 @contextlib.contextmanager
-def _without_sigint() -> Iterator[None]:
-    """Block SIGINT in the context, and in the processes that are started in it.
+def _sigint_blocked() -> Iterator[None]:
+    """Block SIGINT in the processes that are started in the context.
 
     On Ctrl-C, a terminal sends SIGINT to all processes of the command, and this process
-    ends the others. A KeyboardInterrupt is raised at the end of the context, so the
-    cleanup of the processes must be registered in it.
+    ends the others.
     """
     # When multiprocessing starts its resource tracker, it unblocks SIGINT.
     resource_tracker.ensure_running()
@@ -128,14 +133,20 @@ def _without_sigint() -> Iterator[None]:
 @contextlib.contextmanager
 def vector_env(load: Workload, kind: str) -> Iterator[Measure]:
     """Yield a function that measures Gymnasium's SyncVectorEnv or AsyncVectorEnv."""
-    with contextlib.ExitStack() as stack:
-        # If SIGINT ended the processes of AsyncVectorEnv, `close` would raise an error,
-        # which would replace the KeyboardInterrupt.
-        with _without_sigint():
-            envs = getattr(gymnasium.vector, kind)(load.env_functions())
-            stack.enter_context(contextlib.closing(envs))
+    with _sigint_blocked():
+        envs = getattr(gymnasium.vector, kind)(load.env_functions())
+    try:
         envs.reset(seed=0)
         yield make_measure(envs.step, load.actions(), load)
+    except BaseException:
+        # After Ctrl-C, `close` of AsyncVectorEnv would wait for the results of a step,
+        # forever if it had received them.
+        for process in getattr(envs, "processes", ()):
+            process.kill()
+        envs.closed = True
+        raise
+    finally:
+        envs.close()
 
 
 @contextlib.contextmanager

@@ -80,34 +80,35 @@ class FairShare:
         # last turn did not.
         self._backlog_since = math.inf
         # State of the current turn: the last reading of the clock, the time at which
-        # the turn ends, the user who was charged last, whether no message was read, and
-        # the peer whose message was the first to be dropped. This is never the turn's
-        # first message, because ZeroMQ has read it before it saw the peers that have
-        # sent a message since.
+        # the turn ends, the user who was charged last, whether a message was dropped,
+        # and the first peer whose dropped message counts; see `admits`.
         self._now = self._turn_ends_at = 0.0
         self._user = ""
-        self._is_step = self._is_turn_start = False
+        self._is_step = self._has_dropped = False
         self._first_dropped: Peer | None = None
 
     def begin_turn(self, now: float) -> None:
         """Begin a turn, in which messages are read until `charge` returns True."""
         self._now, self._turn_ends_at = now, now + _TURN_SECONDS
         self._first_dropped = self.flooder = None
-        self._is_turn_start = True
+        self._has_dropped = False
 
     def admits(self, peer: Peer, num_bytes: int) -> bool:
         """Return whether to handle a message; False if it must be dropped."""
         user: str = peer[-1]
-        was_read_ahead, self._is_turn_start = self._is_turn_start, False
         if user != self.throttled:
             self._first_dropped = None
             return True
         self.record_dropped(user, 1, num_bytes)
+        # ZeroMQ reads its peers in turn. When a peer whose message was dropped appears
+        # again, without a message from another user in between, only this user's
+        # messages are left. The first dropped message of a turn does not count, because
+        # ZeroMQ may have read it during the last turn, before other users sent theirs.
         if self._first_dropped == peer:
-            # ZeroMQ reads its peers in turn, so only this user's messages are left.
             self._turn_ends_at = 0.0
-        elif self._first_dropped is None and not was_read_ahead:
+        elif self._first_dropped is None and self._has_dropped:
             self._first_dropped = peer
+        self._has_dropped = True
         return False
 
     def record_dropped(self, user: str, num_messages: int, num_bytes: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import re
 import select
@@ -15,8 +17,9 @@ from pathlib import Path
 import gymnasium
 import pytest
 from gymnasium.error import DependencyNotInstalled
+from gymnasium.vector import AsyncVectorEnv
 
-from envserve.bench.cases import bare_loops, running_server
+from envserve.bench.cases import bare_loops, running_server, vector_env
 from envserve.bench.command import REMEDIES, bottleneck
 from envserve.bench.interleaved import SPEED, Measurements, interleave
 from envserve.bench.workload import Workload
@@ -218,6 +221,44 @@ def test_bare_loops_raise_if_an_env_fails(
     load = Workload(name, 1, 1, 0.01, import_modules=modules)
     with bare_loops(load) as measure, pytest.raises(EnvError, match="an env raised"):
         measure()
+
+
+def test_processes_of_bare_loops_exit_so_that_envs_can_clean_up(
+    registry: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "simulator.py").write_text(
+        "import atexit, os\nfrom gymnasium.envs.classic_control import CartPoleEnv\n"
+        "class Simulator(CartPoleEnv):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        f"        atexit.register(open, f'{tmp_path}/{{os.getpid()}}', 'w')\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name, modules = name_and_imports(f"{file}:Simulator")
+    with bare_loops(Workload(name, 2, 2, 0.01, import_modules=modules)):
+        processes = multiprocessing.active_children()
+    assert all((tmp_path / str(process.pid)).exists() for process in processes)
+    assert len(processes) == 2
+
+
+def test_async_vector_env_ends_if_results_were_received_before_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    load = Workload("CartPole-v1", 1, 1, 0.01)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        vector_env(load, "AsyncVectorEnv") as m,
+    ):
+        # `step` calls this method after it has received the results.
+        monkeypatch.setattr(AsyncVectorEnv, "_raise_if_errors", raise_interrupt)
+        m()
+        pytest.fail("expected a KeyboardInterrupt")
+    for process in multiprocessing.active_children():
+        process.join(20)
+    assert not multiprocessing.active_children()
 
 
 def test_the_order_of_cases_alternates_between_turns() -> None:

@@ -231,6 +231,8 @@ def test_a_message_that_arrives_during_a_pause_is_read_in_the_next_turn(
             assert router.poll(0)  # ZeroMQ reads a message ahead
             send(b"ann-%d" % turn, 1)
             fair_share.begin_turn(0.0)
+            if turn % 2:  # the server reads its sockets in turn
+                assert fair_share.admits((2, b"bob", "bob"), 100)
             is_over, users = False, []
             while not is_over:
                 frames = receiver.receive()

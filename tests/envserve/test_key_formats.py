@@ -130,7 +130,7 @@ def test_a_line_of_clients_is_parsed_as_a_grant() -> None:
     grant = parse_line(
         f"trainer-1  {PUBLIC}  envs=ALE/*,CartPole-v1 max-envs=64 max-processes=16 "
         f"max-leases=2 expose=get:level,call:render kwargs=level:int[0,10],kind:a|b "
-        f"share=.5 expires=2027-01-01  # the big one"
+        f"share=2. expires=2027-01-01  # the big one"
     )
     assert grant == Grant(
         name="trainer-1",
@@ -141,7 +141,7 @@ def test_a_line_of_clients_is_parsed_as_a_grant() -> None:
         max_leases=2,
         exposed=("get:level", "call:render"),
         allowed_kwargs=("level:int[0,10]", "kind:a|b"),
-        share=0.5,
+        share=2.0,
         expires=1798761600.0,
     )
     assert parse_line(format_line(grant)) == grant
