@@ -550,7 +550,14 @@ class Simulation:
                 (action, policy_params),
             )
         )  # [T, n, ...] -> [T * n, ...]
-        log_prob = log_prob.numpy().reshape(action.shape[:2])
+        log_prob, num_actions = log_prob.numpy(), math.prod(action.shape[:2])
+        if log_prob.size != num_actions:
+            raise ValueError(
+                "policy: expected one log-probability per action, got "
+                f"{log_prob.size} for {num_actions} actions; sum over the elements of "
+                "each action, but not over rows"
+            )
+        log_prob = log_prob.reshape(action.shape[:2])
         self._expect_finite(split.env_indices, "log-probability", log_prob)
         initial = [rows[:: self._sequence_length] for rows in states]
         split.record_policy_outputs(action, log_prob, initial)
@@ -673,14 +680,18 @@ def _check_policy_outputs(outputs: Any, shape: list[int | None], states: int) ->
     Raises:
       ValueError: The outputs are invalid.
     """
-    expected = f"a tuple of actions {shape} and log-probabilities"
+    expected = (
+        f"a tuple of actions {shape} and log-probabilities (act_from of an agent: "
+        "distribution parameters)"
+    )
     if states:
-        expected += f", followed by {states} states"
+        expected += f", followed by the next states ({states})"
     found = f"{outputs!r:.200}"
-    if isinstance(outputs, tuple | list) and len(outputs) == 2 + states:
-        if tf.TensorShape(shape).is_compatible_with(np.shape(outputs[0])):
+    is_complete = isinstance(outputs, tuple | list) and len(outputs) == 2 + states
+    if is_complete and hasattr(outputs[0], "shape"):
+        if tf.TensorShape(shape).is_compatible_with(outputs[0].shape):
             return
-        found = f"actions {[*np.shape(outputs[0])]}"
+        found = f"actions {[*outputs[0].shape]}"
     error = ValueError(f"policy: expected {expected}, got {found}")
     # Otherwise, AutoGraph would expand the message to many lines.
     error.ag_pass_through = True  # type: ignore[attr-defined]

@@ -153,19 +153,20 @@ def _labels(groups: Sequence[_Group]) -> list[str]:
         {**group.config.all_settings, "env_name": env_name_of(group.config.env_name)}
         for group in groups
     ]
+    # A run does not store the default values of a user's algorithm.
+    defaults = {key: "default" for values in settings for key in values}
+    settings = [defaults | values for values in settings]
     keys = [
         key
-        for key in dict.fromkeys(key for values in settings for key in values)
-        if any(values.get(key) != settings[0].get(key) for values in settings)
+        for key in defaults
+        if any(values[key] != settings[0][key] for values in settings)
     ]
     if not 0 < len(keys) <= _MAX_KEYS:
         return names
-    labels = []
-    for name, values in zip(names, settings, strict=True):
-        # A run does not store the default values of a user's algorithm.
-        shown = [f"{key}={values.get(key, 'default')}" for key in keys]
-        labels.append(f"{name}: {', '.join(shown)}")
-    return labels
+    return [
+        f"{name}: {', '.join(f'{key}={values[key]}' for key in keys)}"
+        for name, values in zip(names, settings, strict=True)
+    ]
 
 
 def _names(groups: Sequence[Sequence[Path]]) -> list[str]:

@@ -101,7 +101,11 @@ def test_curves_are_labelled_with_run_names_and_different_settings(
 
 @pytest.mark.parametrize(
     ("algorithm", "first", "second"),
-    [("sac", 128, 256), ("/my.py:Mine", 128, "default")],
+    [
+        ("sac", 128, 256),
+        ("/my.py:Mine", 128, "default"),
+        ("/my.py:Mine", None, "default"),
+    ],
 )
 def test_labels_contain_settings_of_the_algorithm_that_differ(
     algorithm: str, first: object, second: object, tmp_path: Path

@@ -125,6 +125,7 @@ def test_policy_is_traced_once() -> None:
         (lambda action, log_prob: (action[:, None], log_prob), r"actions \[2, 1\]"),
         (lambda action, log_prob: (action, log_prob, action), r"\(<tf.Tensor"),
         (lambda action, log_prob: action, "<tf.Tensor"),
+        (lambda action, log_prob: ([*tf.unstack(action)], log_prob), r"\(\[<tf.Tensor"),
     ],
 )
 def test_policy_with_invalid_outputs_is_an_error_of_one_line(
@@ -133,11 +134,25 @@ def test_policy_with_invalid_outputs_is_an_error_of_one_line(
     def policy(observation: tf.Tensor, seed: tf.Tensor) -> Any:
         return change(tf.zeros([2], tf.int64), tf.zeros([2]))
 
-    expected = r"policy: expected a tuple of actions \[2\] and log-probabilities, got "
+    expected = (
+        r"policy: expected a tuple of actions \[2\] and log-.* parameters\), got "
+    )
     fake = CountingBatchEnv([9, 9], action_space=SPACES.Discrete(3))
     with pytest.raises(ValueError, match=f"^{expected}{found}"):
         simulate(in_graph(fake), policy, 2)
     assert not fake.actions
+
+
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_policy_with_another_number_of_log_probabilities_is_an_error(
+    shape: tuple[int, ...],
+) -> None:
+    def policy(observation: tf.Tensor, seed: tf.Tensor) -> Any:
+        return tf.zeros([2, 3]), tf.zeros(shape)
+
+    fake = CountingBatchEnv([9, 9], action_space=SPACES.Box(-1, 1, (3,)))
+    with pytest.raises(ValueError, match=r"policy: .* got .* for 8 actions"):
+        simulate(in_graph(fake), policy, 4)
 
 
 def test_policy_in_numpy_replaces_the_policy() -> None:
