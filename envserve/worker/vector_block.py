@@ -13,13 +13,13 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, Final
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
+from gymnasium.spaces import Tuple
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.crashes.action_ring import ActionRing
 from envserve.envs.registry import find_spec, parameters_of
@@ -198,16 +198,15 @@ class VectorBlock:
             if self._resets_itself:
                 if (finals := infos.get("final_obs")) is None:
                     raise SpaceViolation(_FINAL_OBS_MISSING)
+                space, types = spec.observation_space, (list, tuple)
                 is_array = isinstance(finals, np.ndarray) and finals.dtype.hasobject
-                space = spec.observation_space
-                is_list = isinstance(finals, list) and len(finals) == len(ended)
-                if is_array or (is_list and not isinstance(space, spaces.Tuple)):
-                    pairs = zip(finals, ended, strict=True)
-                    observations = [final for final, is_end in pairs if is_end]
-                    if any(final is None for final in observations):
+                is_list = isinstance(finals, types) and not isinstance(space, Tuple)
+                if (is_array or is_list) and len(finals) == len(ended):
+                    observations = [*compress(finals, ended)]
+                    if any(observation is None for observation in observations):
                         raise SpaceViolation(_FINAL_OBS_MISSING)
-                    batch: Any = create_empty_array(space, len(observations))
-                    finals = concatenate(space, observations, batch)
+                    values = [flatten_observation(space, each) for each in observations]
+                    finals = unflatten(space, zip(*values, strict=True))
                 self._write_observation(rows.final_observation, finals, ended)
                 if self._config.autoreset == "disabled":
                     # The caller will reset these rows: hide the new episodes.
@@ -417,12 +416,12 @@ class VectorBlock:
         """Write observations of the rows in the mask, or of all rows."""
         values = flatten_observation(self._spec.observation_space, observation)
         env_class = type(self._env)
+        count = len(self.rows) if mask is None else int(mask.sum())
         for leaf, array, value in zip(
             self._spec.observation_leaves, target, values, strict=True
         ):
-            if mask is not None and len(value) == len(self.rows):
+            if count < len(value) == len(self.rows):
                 value = np.asarray(value)[mask]
-            count = len(self.rows) if mask is None else int(mask.sum())
             leaf_of_all = replace(leaf, shape=(count, *leaf.shape))
             checked = convert_leaf(leaf_of_all, value, self._checks, env_class)
             self._write_array(leaf_label(leaf), array, checked, mask)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
@@ -276,6 +278,48 @@ def test_an_ended_episode_without_a_last_observation_raises(
     batch = make_batch(name, 4, 1, vectorized=True, seed=3, env_kwargs=arguments)
     with pytest.raises(EnvError, match=r"expected infos\['final_obs'\] with the last"):
         play(batch)
+
+
+class EndsFirst(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Row 0 ends its episode in every step; the argument is `infos["final_obs"]`."""
+
+    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
+    single_observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs: int, finals: Any) -> None:
+        self.num_envs, self._finals = num_envs, finals
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros((self.num_envs, 2), np.uint8), {}
+
+    def step(self, actions: Any) -> Any:
+        ended = np.arange(self.num_envs) == 0
+        observation, infos = self.reset()[0], {"final_obs": self._finals}
+        return observation, 1.0 * ended, ended, ended & False, infos
+
+
+def ending_first(finals: Any) -> BatchEnv:
+    make: Any = EndsFirst
+    spec = EnvSpec("EndsFirst-v0", vector_entry_point=make)
+    batch = BatchEnv.local(spec, 2, 1, env_kwargs={"finals": finals})
+    batch.reset()
+    return batch
+
+
+@pytest.mark.parametrize("finals", [[[1, 2], [3, 4]], [[1, 2], None]])
+def test_last_observations_are_cast_like_others(finals: Any) -> None:
+    with ending_first(finals) as batch:
+        assert batch.step([0, 0]).final_observation.tolist() == [[1, 2], [0, 0]]
+
+
+@pytest.mark.parametrize("final", [[1], [[1], 2], "a", [1, 300], [1.5, 2.5]])
+def test_last_observations_outside_the_space_raise(final: Any) -> None:
+    with (
+        ending_first([final, None]) as batch,
+        pytest.raises(EnvError, match=r"expected observation uint8\[1, 2\]"),
+    ):
+        batch.step([0, 0])
 
 
 class KeywordWalks(WalksEnv):
