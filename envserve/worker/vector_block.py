@@ -262,7 +262,6 @@ class VectorBlock:
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
-        _check_infos("infos['final_info']", finals)
         is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
@@ -270,6 +269,7 @@ class VectorBlock:
             info = _row_info(infos, position, size)
             reset_info = _row_info(reset_infos, position, size)
             if self._resets_itself and ended[position]:
+                _check_infos("infos['final_info']", finals)
                 info, reset_info = _row_info(finals, position, size), info
             has_reset_info = bool(reset_info) or "reset_info" in info
             if is_same_step and ended[position] and has_reset_info:
