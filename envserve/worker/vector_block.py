@@ -205,8 +205,8 @@ class VectorBlock:
                     observations = [*compress(finals, ended)]
                     if any(observation is None for observation in observations):
                         raise SpaceViolation(_FINAL_OBS_MISSING)
-                    values = [flatten_observation(space, each) for each in observations]
-                    finals = unflatten(space, zip(*values, strict=True))
+                    leaves = (flatten_observation(space, each) for each in observations)
+                    finals = unflatten(space, zip(*leaves, strict=True))
                 self._write_observation(rows.final_observation, finals, ended)
                 if self._config.autoreset == "disabled":
                     # The caller will reset these rows: hide the new episodes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -282,11 +282,11 @@ def test_an_ended_episode_without_a_last_observation_raises(
 class EndsOnDemand(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """Action 1 ends the episode of its row; the arguments are the infos."""
 
-    metadata: ClassVar = {"autoreset_mode": AutoresetMode.SAME_STEP}
     single_observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
     single_action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self, num_envs: int, **infos: Any) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.num_envs, self._infos = num_envs, infos
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
