@@ -13,13 +13,13 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, Final
 
 import gymnasium
 import numpy as np
-from gymnasium import spaces
+from gymnasium.spaces import Tuple
 from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import concatenate, create_empty_array
 
 from envserve.crashes.action_ring import ActionRing
 from envserve.envs.registry import find_spec, parameters_of
@@ -198,16 +198,15 @@ class VectorBlock:
             if self._resets_itself:
                 if (finals := infos.get("final_obs")) is None:
                     raise SpaceViolation(_FINAL_OBS_MISSING)
+                space, types = spec.observation_space, (list, tuple)
                 is_array = isinstance(finals, np.ndarray) and finals.dtype.hasobject
-                space = spec.observation_space
-                is_list = isinstance(finals, list) and len(finals) == len(ended)
-                if is_array or (is_list and not isinstance(space, spaces.Tuple)):
-                    pairs = zip(finals, ended, strict=True)
-                    observations = [final for final, is_end in pairs if is_end]
-                    if any(final is None for final in observations):
+                is_list = isinstance(finals, types) and not isinstance(space, Tuple)
+                if (is_array or is_list) and len(finals) == len(ended):
+                    observations = [*compress(finals, ended)]
+                    if any(observation is None for observation in observations):
                         raise SpaceViolation(_FINAL_OBS_MISSING)
-                    batch: Any = create_empty_array(space, len(observations))
-                    finals = concatenate(space, observations, batch)
+                    leaves = (flatten_observation(space, each) for each in observations)
+                    finals = unflatten(space, zip(*leaves, strict=True))
                 self._write_observation(rows.final_observation, finals, ended)
                 if self._config.autoreset == "disabled":
                     # The caller will reset these rows: hide the new episodes.
@@ -263,7 +262,6 @@ class VectorBlock:
         """
         reported = {"all": self._all_mask, "episode_end": ended}.get(self._config.infos)
         finals, size = infos.get("final_info", {}), len(self.rows)
-        _check_infos("infos['final_info']", finals)
         is_same_step = self._config.autoreset == "same_step"
         infos = {key: infos[key] for key in infos if key not in _FINAL_KEYS}
         by_row: dict[int, _Infos] = {}
@@ -271,6 +269,7 @@ class VectorBlock:
             info = _row_info(infos, position, size)
             reset_info = _row_info(reset_infos, position, size)
             if self._resets_itself and ended[position]:
+                _check_infos("infos['final_info']", finals)
                 info, reset_info = _row_info(finals, position, size), info
             has_reset_info = bool(reset_info) or "reset_info" in info
             if is_same_step and ended[position] and has_reset_info:
@@ -417,12 +416,12 @@ class VectorBlock:
         """Write observations of the rows in the mask, or of all rows."""
         values = flatten_observation(self._spec.observation_space, observation)
         env_class = type(self._env)
+        count = len(self.rows) if mask is None else int(mask.sum())
         for leaf, array, value in zip(
             self._spec.observation_leaves, target, values, strict=True
         ):
-            if mask is not None and len(value) == len(self.rows):
+            if count < len(value) == len(self.rows):
                 value = np.asarray(value)[mask]
-            count = len(self.rows) if mask is None else int(mask.sum())
             leaf_of_all = replace(leaf, shape=(count, *leaf.shape))
             checked = convert_leaf(leaf_of_all, value, self._checks, env_class)
             self._write_array(leaf_label(leaf), array, checked, mask)

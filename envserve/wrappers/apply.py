@@ -57,8 +57,7 @@ def wrap(env: Env, specs: Sequence[WrapperSpec]) -> Env:
         except Exception as error:
             text = f"{where}: {type(error).__name__}: {message_of(error)}"
             is_missing = isinstance(error, gymnasium.error.DependencyNotInstalled)
-            if is_missing and isinstance(WRAPPERS[spec.name].make, str):
-                # Those of the table that need a package need OpenCV.
+            if is_missing and "opencv" in text:
                 text += f"; {install_command('atari')} on the host that runs the envs"
             raise EnvStartError(text) from error
     return env

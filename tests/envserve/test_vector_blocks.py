@@ -5,15 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode
 
 from envserve.client import BatchEnv, Status
 from envserve.errors import CallError, EnvError, EnvStartError, UnknownEnv
 from envserve.lane import Reset
 from envserve.pool.replay import load_repro, replay
-from envserve.settings import EnvRequest, HostSettings, PoolSettings
+from envserve.settings import EnvRequest, HostSettings, Infos, PoolSettings
 from tests.oracle.vector_envs import MODES, WalksEnv
 
 from .conftest import MakeBatch
@@ -230,7 +232,6 @@ def test_a_value_outside_the_spaces_raises(make_batch: MakeBatch) -> None:
         "no_reward": r"expected reward to be \[2\] numbers; got object\[2\]",
         "no_infos": "expected infos to be a dict of arrays; got NoneType",
         "list_of_infos": "expected infos to be a dict of arrays; got list",
-        "list_of_final_infos": r"infos\['final_info'\] to be a dict of arrays; g",
     }.items():
         with faulty(make_batch, fault) as batch:
             with pytest.raises(EnvError, match=text):
@@ -276,6 +277,59 @@ def test_an_ended_episode_without_a_last_observation_raises(
     batch = make_batch(name, 4, 1, vectorized=True, seed=3, env_kwargs=arguments)
     with pytest.raises(EnvError, match=r"expected infos\['final_obs'\] with the last"):
         play(batch)
+
+
+class EndsOnDemand(gymnasium.vector.VectorEnv[Any, Any, Any]):
+    """Action 1 ends the episode of its row; the arguments are the infos."""
+
+    single_observation_space = gymnasium.spaces.Box(0, 255, (2,), np.uint8)
+    single_action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, num_envs: int, **infos: Any) -> None:
+        self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+        self.num_envs, self._infos = num_envs, infos
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return np.zeros((self.num_envs, 2), np.uint8), {}
+
+    def step(self, actions: Any) -> Any:
+        ended = np.asarray(actions) == 1
+        return self.reset()[0], 1.0 * ended, ended, ended & False, self._infos
+
+
+def ending(infos: Infos = "all", **arguments: Any) -> BatchEnv:
+    make: Any = EndsOnDemand
+    spec = EnvSpec("Ends-v0", vector_entry_point=make)
+    batch = BatchEnv.local(spec, 2, 1, env_kwargs=arguments, infos=infos)
+    batch.reset()
+    return batch
+
+
+@pytest.mark.parametrize("finals", [[[1, 2], [3, 4]], [[1, 2], None]])
+def test_last_observations_are_cast_like_others(finals: Any) -> None:
+    with ending(final_obs=finals) as batch:
+        assert batch.step([1, 0]).final_observation.tolist() == [[1, 2], [0, 0]]
+
+
+@pytest.mark.parametrize("final", [[1], [[1], 2], "a", [1, 300], [1.5, 2.5]])
+def test_last_observations_outside_the_space_raise(final: Any) -> None:
+    with (
+        ending(final_obs=[final, None]) as batch,
+        pytest.raises(EnvError, match=r"expected observation uint8\[1, 2\]"),
+    ):
+        batch.step([1, 0])
+
+
+@pytest.mark.parametrize("final_info", [None, [{}, {}]])
+def test_final_infos_are_checked_only_if_they_are_read(final_info: Any) -> None:
+    finals = {"final_obs": [[1, 2], None], "final_info": final_info}
+    with ending("none", **finals) as batch:
+        assert batch.step([1, 0]).valid.all()
+    with ending(**finals) as batch:
+        assert batch.step([0, 0]).valid.all()
+        text = r"infos\['final_info'\] to be a dict of arrays; got (NoneType|list)"
+        with pytest.raises(EnvError, match=text):
+            batch.step([1, 0])
 
 
 class KeywordWalks(WalksEnv):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -223,20 +224,23 @@ def test_the_error_about_an_unsuitable_env_names_the_wrapper(
         wrap(Bounded(spaces.Discrete(3)), specs)
 
 
-@patch.dict(WRAPPERS)
-@pytest.mark.parametrize("name", ["ResizeObservation", "Film"])
-def test_a_missing_package_is_that_of_an_extra_only_in_gymnasiums_wrappers(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("package", "wrappers"),
+    [
+        ("cv2", of("ResizeObservation", shape=[2, 2])),
+        ("pygame", of("AddRenderObservation")),
+    ],
+)
+def test_only_a_missing_opencv_is_that_of_the_extra_atari(
+    package: str, wrappers: tuple[WrapperSpec, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(env: Any, shape: Any) -> Any:
-        raise gymnasium.error.DependencyNotInstalled("run `pip install moviepy`")
-
-    register_wrapper("Film", fails, {"shape": Integers(1, 9, 2, 2)})
-    monkeypatch.setattr(gymnasium.wrappers, "ResizeObservation", fails)
-    env = Bounded(spaces.Box(0, 255, (4, 4, 3), np.uint8))
-    with pytest.raises(EnvStartError, match="`pip install moviepy`") as raised:
-        wrap(env, of(name, shape=[2, 2]))
-    assert ("[atari]" in str(raised.value)) == (name == "ResizeObservation")
+    monkeypatch.setitem(sys.modules, package, None)
+    env: Any = Bounded(spaces.Box(0, 255, (4, 4, 3), np.uint8))
+    if package == "pygame":
+        env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
+    with pytest.raises(EnvStartError, match=f"{package}.* is not installed") as raised:
+        wrap(env, wrappers)
+    assert ("[atari]" in str(raised.value)) == (package == "cv2")
 
 
 @patch.dict(WRAPPERS)

@@ -105,8 +105,6 @@ class WalksEnv(SyncVectorEnv):
             others[3] = [{}] * self.num_envs
         if actions[0] == 3 and self._fault == "no_infos":
             others[3] = None
-        if actions[0] == 3 and self._fault == "list_of_final_infos":
-            others[3] = {"final_info": [{}] * self.num_envs}
         if self._fault.startswith("final_obs") and "final_obs" in others[3]:
             finals = [*others[3]["final_obs"]]
             none = [None] * self.num_envs
