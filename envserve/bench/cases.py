@@ -49,10 +49,7 @@ def bare_loops(load: Workload) -> Iterator[Measure]:
         for rows in np.array_split(np.arange(load.num_envs), load.num_workers):
             parent_end, child_end = context.Pipe()
             arguments = (load, rows.tolist(), child_end)
-            # A daemon, so that it is killed if Ctrl-C interrupts its start.
-            process = context.Process(
-                target=_step_in_process, args=arguments, daemon=True
-            )
+            process = context.Process(target=_step_in_process, args=arguments)
             with _sigint_blocked():
                 process.start()
             child_end.close()
