@@ -40,10 +40,14 @@ class NamedAddress(str):
 def complete_address(address: str, *, min_port: int = 1) -> str:
     """Return an address with scheme and port: `tcp://sim1:5555` for `sim1`.
 
+    A `NamedAddress` is returned unchanged, because it is complete.
+
     Raises:
       AddressError: The address is malformed, or its port is not a number from
         `min_port` to 65535.
     """
+    if isinstance(address, NamedAddress):
+        return address
     is_text = not _INVALID.search(address)
     if address.startswith("ipc://") and address != "ipc://" and is_text:
         return address

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Role = Literal["server", "client"]
 
 
-def unknown_server_text(address: str) -> str:
+def _unknown_server_text(address: str) -> str:
     """Return the error message for a server whose key is not pinned."""
     host = address.removeprefix("tcp://").rpartition(":")[0]
     remedy = f'"envserve invite NAME --at {address}" on {host} and "envserve join" here'
@@ -172,7 +172,7 @@ class KeyFolder:
         except ValueError as error:
             raise ConnectError(str(error)) from None
         if pin is None:
-            raise UnknownServerKey(unknown_server_text(_names_of(address)[-1]))
+            raise UnknownServerKey(_unknown_server_text(_names_of(address)[-1]))
         return pin, self.ensure_key("client")
 
     @property

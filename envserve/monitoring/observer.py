@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from envserve.address import NamedAddress, complete_address
+from envserve.address import complete_address
 from envserve.client.link.connection import Connection
 from envserve.client.link.sessionless_requests import request
 from envserve.wire.constants import MAX_RECORD_BYTES, MessageType
@@ -26,9 +26,7 @@ class Observer:
 
         The address may have a short form, like "sim1".
         """
-        # The server's key may be pinned under the name of a resolved address.
-        is_resolved = isinstance(address, NamedAddress)
-        self.address = address if is_resolved else complete_address(address)
+        self.address = complete_address(address)
         self._connection = Connection(self.address, insecure=insecure)
         self._num_requests = 0
 

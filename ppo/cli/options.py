@@ -430,7 +430,7 @@ def resolve_env_source(
     """
     from envserve.client.link.discovery import resolve
 
-    names = [] if config is None else _code(config)
+    names = [] if config is None else user_code_of(config)
     files = {Path(split_reference(name)[0]).name for name in names}
     moved = {name for name in files if name.endswith(".py")}
     moved -= {Path(name).name for name in source.import_modules}
@@ -445,24 +445,23 @@ def resolve_env_source(
     return source
 
 
-def _code(config: Config) -> list[str]:
+def user_code_of(config: Config) -> list[str]:
     """Return the names of functions and classes in a config, without those of envs."""
     return [*(getattr(config, key) for key in CODE_SETTINGS), *config.callbacks]
 
 
-def find_user_code(config: Config, source: EnvSource, *, is_new: bool = False) -> None:
+def find_user_code(config: Config, source: EnvSource) -> None:
     """Add the working directory to the import path if the run names modules in it.
 
     Raises:
-      EnvStartError: A file of an env, of a module or, if the run is new, of other code
-        does not exist. Or other users can write to the working directory, and a module
-        is not found elsewhere.
+      EnvStartError: A file of an env or a module does not exist. Or other users can
+        write to the working directory, and a module is not found elsewhere.
     """
-    code = _code(config)
+    code = user_code_of(config)
     # With env servers, this process imports neither the envs nor their modules.
     envs = [] if source.addresses else [config.env_name]
     modules = [] if source.addresses else config.import_modules + source.import_modules
-    check_files_exist([*modules, *envs, *(code if is_new else [])])
+    check_files_exist([*modules, *envs])
     words = [*modules, *filter(is_user_env, code + envs)]
     add_working_directory(words, always=any(".py:" in name for name in code))
 

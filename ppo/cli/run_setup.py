@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from envserve.envs.user_envs import env_name_of
+from envserve.envs.user_envs import check_files_exist, env_name_of
 from envserve.host_resources import num_cores
 from ppo.cli.options import (
     SourceOptions,
@@ -16,6 +16,7 @@ from ppo.cli.options import (
     preserved_interrupts,
     resolve_env_source,
     resumed_config,
+    user_code_of,
     with_absolute_paths,
 )
 from ppo.cli.progress import Screen
@@ -259,7 +260,8 @@ def plan_new_run(
     base = with_algorithm(load_config(name), changes)
     config = with_absolute_paths(apply_settings(base, changes))
     config.check_algorithm()
-    find_user_code(config, source, is_new=True)
+    check_files_exist(user_code_of(config))
+    find_user_code(config, source)
     screen.phase(f"starting {env_name_of(config.env_name)}", is_transient=True)
     from ppo.environments import env_maker, first_step
     from ppo.evaluation.rendering import (

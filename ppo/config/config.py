@@ -95,6 +95,17 @@ PPO_SETTINGS = frozenset(
 _Type = TypeVar("_Type", bound=type)
 
 
+def check_set_once(
+    name: str, table: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """Raise ConfigError if the table `name` and the other settings share a key."""
+    if duplicates := table.keys() & settings.keys():
+        raise ConfigError(
+            f"{', '.join(sorted(duplicates))}: set twice, in the table {name} and "
+            "outside of it; remove one of the two."
+        )
+
+
 def _accept_algorithm_settings(kind: _Type) -> _Type:
     """Let the constructor of `Config` accept algorithm-specific settings as arguments.
 
@@ -109,11 +120,7 @@ def _accept_algorithm_settings(kind: _Type) -> _Type:
         algorithm = str(values.get("algorithm", "ppo"))
         for name in CODE_SETTINGS["algorithm"]:
             table = _table_of(name, values.pop(name, {}), algorithm)
-            if duplicates := table.keys() & values.keys():
-                raise ConfigError(
-                    f"{', '.join(sorted(duplicates))}: set twice, in the table {name} "
-                    "and outside of it; remove one of the two."
-                )
+            check_set_once(name, table, values)
             values |= table
         specific = {key: values.pop(key) for key in [*values] if key not in known}
         # `Algorithm.check` checks the settings of a user's class.

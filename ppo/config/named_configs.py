@@ -18,7 +18,7 @@ from typing import Any
 from envserve.envs.user_envs import is_user_env, sibling_imports
 from envserve.regular_file import open_regular
 from envserve.text import with_article
-from ppo.config.config import Config
+from ppo.config.config import Config, check_set_once
 from ppo.errors import ConfigError, suggestion
 
 __all__ = ["CONFIGS"]
@@ -350,11 +350,8 @@ def read_config(path: Path) -> Config:
                 f'env_name = "CartPole-v1", got {reprlib.repr(content)}.'
             )
         table = content.get("algorithm_settings")
-        if isinstance(table, dict) and (twice := table.keys() & content.keys()):
-            raise ConfigError(
-                f"{', '.join(sorted(twice))}: set twice, in the table "
-                "algorithm_settings and outside of it; remove one of the two."
-            )
+        if isinstance(table, dict):
+            check_set_once("algorithm_settings", table, content)
         return Config(**content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config file; {error}.") from error

@@ -250,11 +250,11 @@ def test_async_vector_env_ends_if_results_were_received_before_ctrl_c(
     load = Workload("CartPole-v1", 1, 1, 0.01)
     with (
         contextlib.suppress(KeyboardInterrupt),
-        vector_env(load, "AsyncVectorEnv") as m,
+        vector_env(load, "AsyncVectorEnv") as measure,
     ):
         # `step` calls this method after it has received the results.
         monkeypatch.setattr(AsyncVectorEnv, "_raise_if_errors", raise_interrupt)
-        m()
+        measure()
         pytest.fail("expected a KeyboardInterrupt")
     for process in multiprocessing.active_children():
         process.join(20)
